@@ -56,8 +56,6 @@ pytorch_lightning.Trainer(strategy=CyclicStrategy(), {QUIET})
 """
 BY_ITSELF, BY_IMPORT = "1", "0"  # whether torch finds the entry point
 CODES = {  # name -> code for a fresh interpreter, and which of the two
-    "lightning first": ("import lightning.pytorch, lightning_cyclic" + CHECK, BY_ITSELF),
-    "lightning last": ("import lightning_cyclic, lightning.pytorch" + CHECK, BY_ITSELF),
     "lightning alone": ("import lightning.pytorch" + CHECK, BY_ITSELF),
     "no autoload": (REFUSED + "import lightning_cyclic\n" + ASK, BY_IMPORT),
     "bare": (BARE, BY_ITSELF),

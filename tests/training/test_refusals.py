@@ -83,6 +83,11 @@ PIPELINE = partial(PipelineStrategy, "1f1b")
         (PIPELINE, {"reduce_dtype": "bf16"}, "'bf16' with preset '1f1b', which does", "", ""),
         (partial(PipelineStrategy, "pipedream_2bw"), {"reduce_dtype": "bf16"},
          "reduce_dtype='bf16' with preset 'pipedream_2bw', which does not use it", "", ""),
+        (PIPELINE, {"error_feedback": True}, "error_feedback=True with preset '1f1b', which does "
+         "not use it", "", "use "),
+        (PIPELINE, {"error_feedback": 1}, "error_feedback=1", "True or False", "use "),
+        (partial(CyclicStrategy, "lockstep_dp"), {"error_feedback": True},
+         "with preset 'lockstep_dp', which does not use it", "", "use "),
     ],
 )  # fmt: skip
 def test_options(
@@ -401,6 +406,8 @@ def one_refuses(
                     strategy={"preset": "cyclic_dp", "stages": 4}),
         one_refuses(m.TwoBackwards, "StepError", "one backward that reaches each parameter once",
                     strategy={"preset": "cyclic_dp", "stages": 4}),
+        one_refuses(m.SumsParameters, "StepError", "is read on rank",
+                    strategy={"preset": "cyclic_zero", "stages": ["layers.2"]}),
         *(one_refuses(m.StatisticsLater, "StepError", "buffer 'layers.1.num_batches_tracked'",
                       "changed after it had been handed on",
                       strategy={"preset": preset, "stages": ["layers.2"]})

@@ -7,82 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, callbacks, seed_everything
+from lightning.pytorch import Callback, callbacks, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import ConfigurationError, PeerError, StepError
-from lightning_cyclic.runtime.absent import is_absent, num_bytes_of
 from tests.conformance.harness import Batches, same
-from tests.conformance.modules import CLASSES, SIZE, Plain, vectors
+from tests.conformance.modules import vectors
 from tests.harness import processes
+from tests.harness.rows import more
 from tests.harness.trainers import make_trainer
+from tests.modules.late import FINE, HERE, LEAN, STAGED, Late, Tied, here_of
 
 pytestmark = pytest.mark.multi
-NUM_STEPS = 4
-
-
-class Layer(nn.Linear):
-    """Notes which part of the bytes of its module is here when it is called."""
-
-    root: LightningModule
-    sizes: dict[str, int]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        here = {n for n, p in Layer.root.named_parameters() if not is_absent(p)}
-        HERE.append(sum(Layer.sizes[n] for n in here) / sum(Layer.sizes.values()))
-        return y
-
-
-HERE: list[float] = []
-
-
-class Late(Plain):
-    """Makes its layers on the meta device; those of two places are tied."""
-
-    def make_net(self) -> Any:
-        return None
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            Layer.root = self
-            with torch.device("meta"):
-                layers = [Layer(SIZE, SIZE), nn.BatchNorm1d(SIZE), Layer(SIZE, SIZE), nn.Tanh()]
-                self.net = nn.Sequential(*layers, nn.Dropout(0.3), Layer(SIZE, CLASSES))
-            Layer.sizes = {n: num_bytes_of(p) for n, p in self.named_parameters()}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 0.05)
-
-
-class Tied(Late):
-    """Uses the weight of its first layer once more, in its last stage."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        if len(self.net) == 6:
-            with torch.device("meta"):
-                self.net.insert(5, nn.Linear(SIZE, SIZE))
-            self.net[5].weight = self.net[0].weight
-            Layer.sizes = {n: num_bytes_of(p) for n, p in self.named_parameters()}
-
-
-TOTAL = 4 * (2 * SIZE * (SIZE + 1) + 2 * SIZE + CLASSES * (SIZE + 1))  # bytes
-LEAN = {"memory_limit_bytes": TOTAL - 4, "save_distributed_checkpoint": True}
-STAGED = {"stages": ["net.2"], "num_microbatches": 2}
-FINE = ["net.1", "net.2", "net.5"]  # a rank has its own stages, and the one that it uses
+NUM_STEPS = 3
 
 
 def batches(num: int = NUM_STEPS) -> DataLoader[Any]:
     return DataLoader(Batches(vectors, [[2 * t, 2 * t + 1] for t in range(num)]), batch_size=None)
-
-
-def here_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of what this rank has of a module."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {n: x.detach().clone() for n, x in named if not is_absent(x)}
 
 
 class Freezes(Callback):
@@ -92,7 +35,7 @@ class Freezes(Callback):
         pl_module.net[0].requires_grad_(trainer.current_epoch != 1)
 
 
-def fit(strategy: Any, validates: bool, make: Any = Late, rounds: int = 1) -> Any:
+def parts_of(strategy: Any, validates: bool, make: Any = Late, rounds: int = 1) -> Any:
     trainer = make_trainer(
         strategy, max_epochs=2, accumulate_grad_batches=rounds,
         callbacks=[] if make is Tied else [Freezes()],
@@ -117,15 +60,14 @@ def check(whole: Any, apart: Any) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "make"),
-    [("1f1b", Late), ("1f1b", Tied), ("pipedream_2bw", Late), ("cyclic_mp", Late),
-     ],
-)  # fmt: skip
+    [more("1f1b", Late), ("1f1b", Tied), ("pipedream_2bw", Late), ("cyclic_mp", Late)],
+)
 def test_pipelines_of_stages_that_each_rank_makes(preset: str, make: type[Late]) -> None:
     strategy = {"preset": preset, **STAGED}
-    whole = processes.run(fit, 2, strategy, True, make)
-    check(whole, processes.run(fit, 2, strategy | LEAN, True, make))
+    whole = processes.run(parts_of, 2, strategy, True, make)
+    check(whole, processes.run(parts_of, 2, strategy | LEAN, True, make))
     if preset == "1f1b":  # as of one device
-        alone = processes.run(fit, 1, strategy, True, make)
+        alone = processes.run(parts_of, 1, strategy, True, make)
         assert same(alone[0][0], whole[0][0])
 
 
@@ -135,12 +77,12 @@ def test_pipelines_of_stages_that_each_rank_makes(preset: str, make: type[Late])
 def test_sharded_weights(num_ranks: int, stages: Any, rounds: int, make: type[Late]) -> None:
     plan = {"stages": stages, "slack": 1}
     whole, lean = {"preset": "cyclic_dp", **plan}, {"preset": "cyclic_zero", **plan, **LEAN}
-    check(*(processes.run(fit, num_ranks, x, False, make, rounds) for x in (whole, lean)))
+    check(*(processes.run(parts_of, num_ranks, x, False, make, rounds) for x in (whole, lean)))
 
 
 def test_replicas_of_a_pipeline() -> None:
     strategy = {"preset": "1f1b", **STAGED, "replicas": 2}
-    check(*(processes.run(fit, 4, x, False) for x in (strategy, strategy | LEAN)))
+    check(*(processes.run(parts_of, 4, x, False) for x in (strategy, strategy | LEAN)))
 
 
 def go_on(strategy: Any, folder: Path, epochs: int, file: str | None, tests: bool) -> Any:

@@ -7,7 +7,7 @@ step, in validation, and in the end, on every rank.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.harness import processes
-from tests.harness.trainers import assert_same, make_trainer, weights_of
+from tests.harness.rows import more
+from tests.harness.runs import Result, run, trained
+from tests.harness.trainers import assert_same
 
 pytestmark = pytest.mark.multi
 NUM_MICRO, NUM_STEPS = 4, 3
@@ -112,27 +113,31 @@ class Reads(Callback):
         self.seen.append([float(b.double().sum()) for b in module.buffers()])
 
 
-def fit(strategy: Any, make: Any = Stateful) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    g = torch.Generator().manual_seed(1)
-    data = torch.randn(NUM_STEPS * NUM_MICRO * 3, 4, generator=g)
-    module, reads = make(), Reads()
-    flags = {"accumulate_grad_batches": NUM_MICRO} if strategy == "auto" else {}
-    rows = 3 if flags else 3 * NUM_MICRO
-    trainer = make_trainer(
-        strategy, max_epochs=1, callbacks=[reads], num_sanity_val_steps=0, **flags
-    )
-    trainer.fit(module, DataLoader(data, rows), DataLoader(data, len(data)))  # type: ignore[arg-type]
-    return {
-        "weights": weights_of(module),
-        "seen": reads.seen[NUM_MICRO - 1 :: NUM_MICRO] + reads.seen[-1:] if flags else reads.seen,
-        "val": float(trainer.callback_metrics["val"]),
-    }
+def batches(num_rows: int) -> DataLoader[Any]:
+    data = torch.randn(NUM_STEPS * NUM_MICRO * 3, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(data, num_rows)  # type: ignore[arg-type]
+
+
+def seen(trainer: Any, module: Any) -> list[list[float]]:
+    return next(c.seen for c in trainer.callbacks if isinstance(c, Reads))
+
+
+def train(
+    strategy: Any, n: int, make: Any = Stateful, how: Any = trained, **flags: Any
+) -> list[Result]:
+    if strategy != "auto":
+        strategy = {"num_microbatches": NUM_MICRO} | strategy
+    rows = 3 * NUM_MICRO // flags.get("accumulate_grad_batches", 1)
+    found: list[Result] = how(
+        make, strategy, n, data=partial(batches, rows), look=seen, callbacks=[Reads()],
+        valid=partial(batches, 3 * NUM_MICRO * NUM_STEPS), num_sanity_val_steps=0, **flags,
+    )  # fmt: skip
+    return found
 
 
 @cache
-def plain() -> dict[str, Any]:
-    return processes.run(fit, 1, "auto")[0]
+def plain(make: Any = Stateful) -> Result:
+    return train("auto", 1, make, accumulate_grad_batches=NUM_MICRO)[0]
 
 
 @pytest.mark.parametrize(
@@ -146,11 +151,11 @@ def plain() -> dict[str, Any]:
     ids=str,
 )
 def test_buffers_are_those_of_one_device(num_ranks: int, strategy: dict[str, Any]) -> None:
-    expected = plain()
-    for rank in processes.run(fit, num_ranks, {"num_microbatches": NUM_MICRO, **strategy}):
-        assert_same(rank["weights"], expected["weights"])
-        assert rank["seen"] == expected["seen"]
-        assert rank["val"] == expected["val"]
+    reads = plain().found  # behind each micro-batch, and before validation
+    for rank in train(strategy, num_ranks):
+        assert_same(rank.weights, plain().weights)
+        assert rank.found == reads[NUM_MICRO - 1 :: NUM_MICRO] + reads[-1:]
+        assert rank.metrics["val"] == plain().metrics["val"]
 
 
 # ---------------------------------------------------------------------- refused by name
@@ -170,24 +175,18 @@ class Late(Stateful):
         return self.d(self.b(batch) + self.level).square().mean()
 
 
-def refused(num_ranks: int, module: Any, **strategy: Any) -> str:
-    with pytest.raises(processes.RanksFailedError) as caught:
-        processes.run(fit, num_ranks, {"num_microbatches": NUM_MICRO, **strategy}, module)
-    return str(caught.value)
-
-
 def test_code_between_modules_changes_buffers_in_place() -> None:
-    error = refused(1, Anew, preset="1f1b", stages=["c"])
-    assert "buffer 'level' is assigned anew by code that later stages repeat" in error
-    assert "self.level.copy_(...)" in error
-    assert 'use stages=["b"]' in error
-    (rank,) = processes.run(
-        fit, 1, {"preset": "1f1b", "num_microbatches": 4, "stages": ["b"]}, Anew
-    )
-    assert_same(rank["weights"], processes.run(fit, 1, "auto", Anew)[0]["weights"])
+    (end,) = train({"preset": "1f1b", "stages": ["c"]}, 1, Anew, run)
+    assert "buffer 'level' is assigned anew by code that later stages repeat" in end.text
+    assert "self.level.copy_(...)" in end.text
+    assert 'use stages=["b"]' in end.text
+    (rank,) = train({"preset": "1f1b", "stages": ["b"]}, 1, Anew)
+    assert_same(rank.weights, plain(Anew).weights)
 
 
-@pytest.mark.parametrize("preset", ["1f1b", "cyclic_pipeline"])
+@pytest.mark.parametrize("preset", ["1f1b", more("cyclic_pipeline")])
 def test_buffers_that_begin_to_change_later_are_named(preset: str) -> None:
-    error = refused(2, Late, preset=preset, stages=["d"])
-    assert "buffer 'level' was changed in step 1 by code that several stages run" in error
+    ends = train({"preset": preset, "stages": ["d"]}, 2, Late, run)
+    said = "buffer 'level' was changed in step 1 by code that several stages run"
+    assert any(said in end.text for end in ends)
+    assert all(end.error for end in ends)

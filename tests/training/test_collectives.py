@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import all_reduce  # by a name of the user's own
-from torch.utils.data import DataLoader
 
-from tests.conformance.harness import Batches
 from tests.conformance.modules import SIZE, Plain, vectors
-from tests.harness import processes
-from tests.harness.trainers import make_trainer
+from tests.harness.rows import more
+from tests.harness.runs import Result, run
+from tests.modules.classifier import one_each
 
 pytestmark = pytest.mark.multi
 Call = Callable[[Tensor], object]
@@ -87,29 +87,31 @@ class Calling(Plain):
         dist.barrier(dist.new_group([0, 1]))
 
 
-def fit(preset: str, call: Call, flags: dict[str, Any]) -> tuple[str, Any]:
-    module, r = Calling(call, **flags), processes.here().rank
-    stages = {"stages": ["net.2"]} if preset != "ddp" else {}
-    data = DataLoader(Batches(vectors, [[2 * t + r] for t in range(3)]), batch_size=None)
-    strategy = {"preset": preset, **stages} if preset != "ddp" else preset
-    trainer = make_trainer(strategy, max_epochs=1)
-    try:
-        trainer.fit(module, data)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", None
-    return "", (module.sums, [p.tolist() for p in module.parameters()])
+def sums(trainer: Any, module: Calling) -> Any:
+    return module.sums
+
+
+def train(preset: str, call: Call, flags: dict[str, Any], look: Any = sums) -> list[Result]:
+    strategy = {"preset": preset, "stages": ["net.2"]} if preset != "ddp" else preset
+    make, data = partial(Calling, call, **flags), partial(one_each, vectors, 3)
+    return run(make, strategy, data=data, look=look)
 
 
 @pytest.mark.parametrize(
     ("call", "flags"),
-    [(own_name, {}), (functionally, {}), (send, {}), (meet, {}), (gather, {"in_backward": True})],
+    [
+        (own_name, {}),
+        (functionally, {}),
+        (send, {}),
+        more(meet, {}),
+        (gather, {"in_backward": True}),
+    ],
 )
 def test_ranks_that_run_steps_together_meet_in_them(call: Call, flags: dict[str, Any]) -> None:
-    ours, theirs = (
-        processes.run(fit, 2, preset, call, flags) for preset in ("lockstep_dp", "ddp")
-    )
-    assert [text for text, _ in ours] == ["", ""]
-    assert [x[0] for _, x in ours] == [x[0] for _, x in theirs]  # what they had in their steps
+    ours, theirs = (train(preset, call, flags) for preset in ("lockstep_dp", "ddp"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.text == other.text == ""
+        assert one.found == other.found  # what they had in their steps
 
 
 @pytest.mark.parametrize(
@@ -127,23 +129,31 @@ def test_ranks_that_run_steps_together_meet_in_them(call: Call, flags: dict[str,
 def test_elsewhere_they_are_refused_at_once(
     preset: str, call: Call, flags: dict[str, Any], name: str
 ) -> None:
-    texts = [text for text, _ in processes.run(fit, 2, preset, call, flags, time_limit_s=40)]
-    said = [text for text in texts if text.startswith("StepError")]
+    ends = train(preset, call, flags)
+    said = [end.text for end in ends if end.error == "StepError"]
     for text in said:
         assert torch.distributed.__name__ in text
         file, line = rf"{__file__}:{call.__code__.co_firstlineno + 1}", "waits for all workers"
         assert file in text, text
         assert line in text
         assert "allowed: in validation, in on_train_batch_end" in text
-    assert said, texts
+    assert said, ends
+    assert all(end.error for end in ends)
+
+
+def asked_first() -> tuple[object, object]:
+    """Return functions that others stand for during a fit."""
+    torchs = dist.distributed_c10d
+    return torchs._rank_not_in_group, torchs._new_group_with_tag
+
+
+AT_FIRST = asked_first()
+
+
+def is_as_at_first(trainer: Any, module: Any) -> bool:
+    return asked_first() == AT_FIRST
 
 
 def test_torch_has_its_own_again() -> None:
-    assert processes.run(look, 2, "cyclic_dp") == [True, True]
-
-
-def look(preset: str) -> bool:
-    before = dist.distributed_c10d._rank_not_in_group, dist.distributed_c10d._new_group_with_tag
-    text, _ = fit(preset, lambda x: None, {})
-    now = dist.distributed_c10d._rank_not_in_group, dist.distributed_c10d._new_group_with_tag
-    return not text and before == now
+    for rank in train("cyclic_dp", abs, {}, is_as_at_first):
+        assert rank.found

@@ -11,7 +11,7 @@ import random
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import product
@@ -36,12 +36,26 @@ from lightning_cyclic.runtime.transport import HostStagedTransport
 from tests.harness import processes
 from tests.harness.local_transport import LocalTransport, PostOffice
 from tests.harness.processes import here
+from tests.harness.rows import more
 from tests.harness.trainers import assert_same
 from tests.references import pruned
 from tests.runtime.partial_step.crews import Crew, compare
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = pytest.mark.parametrize("device", ["cpu", GPU])
+
+
+def devices(names: str, rows: Iterable[Any], always: Collection[Any]) -> Any:
+    """Return rows with each device; on the CPU some of them run exhaustively alone."""
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return pytest.mark.parametrize(
+        f"{names}, device",
+        [
+            *((*row, "cpu") if row[0] in always else more(*row, "cpu") for row in rows),
+            *(pytest.param(*row, "cuda", marks=pytest.mark.gpu) for row in rows),
+        ],
+    )
+
 
 # ---------------------------------------------------------------------- the same bits
 
@@ -63,8 +77,7 @@ def tried(given: Trial, folder: str) -> Came:
 
 
 @pytest.mark.multi
-@DEVICES
-@pytest.mark.parametrize("preset", ["gpipe", "1f1b", "lockstep_dp"])
+@devices("preset", ["gpipe", "1f1b", "lockstep_dp"], ["1f1b"])
 def test_one_device_has_the_bits_of_lightning_alone(
     preset: str, device: str, tmp_path: Path
 ) -> None:
@@ -77,8 +90,10 @@ def test_one_device_has_the_bits_of_lightning_alone(
 
 
 @pytest.mark.multi
-@DEVICES
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "1f1b", "cyclic_pipeline"])
+@devices(
+    "preset", ["cyclic_dp", "cyclic_dp_v1", "1f1b", "cyclic_pipeline"],
+    ["cyclic_dp", "cyclic_pipeline"],
+)  # fmt: skip
 def test_workers_that_share_a_device_have_the_bits_of_one(
     preset: str, device: str, tmp_path: Path
 ) -> None:
@@ -89,17 +104,11 @@ def test_workers_that_share_a_device_have_the_bits_of_one(
         assert came == one._replace(route="host_staged")
 
 
-MIXED = list(product(["cyclic_zero", "pipedream_2bw"], ["bf16-mixed", "16-mixed"]))
-
-
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    ("preset", "precision", "device"),
-    [
-        *((*row, "cpu") for row in MIXED[::3]),
-        *(pytest.param(*row, "cuda", marks=pytest.mark.gpu) for row in MIXED),
-    ],
-)
+@devices(
+    "precision, preset", product(["16-mixed", "bf16-mixed"], ["cyclic_zero", "pipedream_2bw"]),
+    ["16-mixed"],
+)  # fmt: skip
 def test_mixed_precision_of_workers_that_share_a_device(
     preset: str, precision: Any, device: str, tmp_path: Path
 ) -> None:
@@ -231,8 +240,7 @@ def test_the_audit_sees_a_host_that_waits() -> None:
             wait(torch.ones(()))
 
 
-@DEVICES
-@pytest.mark.parametrize("preset", ["pipedream_2bw", "cyclic_pipeline"])
+@devices("preset", ["pipedream_2bw", "cyclic_pipeline"], ["cyclic_pipeline"])
 def test_workers_with_streams_of_their_own_have_the_bits_of_one(device: str, preset: str) -> None:
     def staged(office: PostOffice, worker: int, num_workers: int) -> HostStagedTransport:
         return HostStagedTransport(LocalTransport(office, worker, num_workers, 30.0))
@@ -328,8 +336,7 @@ def peak_of(preset: str, device: str, num_microbatches: int) -> int:
 
 
 @pytest.mark.multi
-@DEVICES
-@pytest.mark.parametrize("num_microbatches", [2, 4])
+@devices("num_microbatches", [2, 4], [4])
 def test_cyclic_activations_on_one_device(device: str, num_microbatches: int) -> None:
     (cyclic,) = processes.run(peak_of, 1, "cyclic_dp", device, num_microbatches)
     (at_once,) = processes.run(peak_of, 1, "gpipe", device, num_microbatches)

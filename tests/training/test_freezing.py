@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,50 +15,39 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_cyclic.errors import CyclicError
 from tests.conformance.harness import Batches
 from tests.conformance.modules import SIZE, Plain, Thawing, vectors
-from tests.harness import processes
-from tests.harness.trainers import assert_same, make_trainer, weights_of
+from tests.harness import runs
+from tests.harness.processes import here
+from tests.harness.rows import more
+from tests.harness.runs import Result
+from tests.harness.trainers import assert_same
 
 pytestmark = pytest.mark.multi
-NUM_STEPS, NUM_EPOCHS = 4, 2
+NUM_STEPS = 3
 CUT = {"stages": ["net.2"], "num_microbatches": 2}
 
 
-def batches(strategy: Any) -> DataLoader[Any]:
+def batches(joined: bool, num_steps: int = NUM_STEPS) -> DataLoader[Any]:
     """Return the batches of a pipeline, or of this rank where each has its own."""
-    n, r = processes.here().num_ranks, processes.here().rank
-    groups = [
-        [2 * t, 2 * t + 1] if "num_microbatches" in strategy else [n * t + r]
-        for t in range(NUM_STEPS)
-    ]
+    n, r = here().num_ranks, here().rank
+    groups = [[2 * t, 2 * t + 1] if joined else [n * t + r] for t in range(num_steps)]
     return DataLoader(Batches(vectors, groups), batch_size=None)
 
 
 def train(
-    kind: type[Plain], strategy: Any, folder: str | None = None, file: str | None = None,
-    num_epochs: int = NUM_EPOCHS, **flags: Any,
-) -> dict[str, Any]:  # fmt: skip
-    callbacks = []
-    if folder is not None:
-        callbacks = [ModelCheckpoint(folder, "{epoch}", save_top_k=-1, every_n_epochs=1)]
-    module = kind()
-    trainer = make_trainer(
-        strategy, max_epochs=num_epochs, callbacks=callbacks,
-        enable_checkpointing=folder is not None, **flags,
-    )  # fmt: skip
-    data = batches(strategy)
-    trainer.fit(module, data, data, ckpt_path=file)
-    return {"weights": weights_of(module), "stage_of": dict(trainer.strategy.stage_of)}
+    kind: type[Plain], strategy: dict[str, Any], n: int = 2, *, how: Any = runs.trained,
+    **flags: Any,
+) -> list[Result]:  # fmt: skip
+    """Train two epochs, with validation behind each."""
+    data = partial(batches, "num_microbatches" in strategy)
+    found: list[Result] = how(
+        kind, strategy, n, data=data, valid=data, **({"max_epochs": 2} | flags)
+    )
+    return found
 
 
-class Deep(Thawing):
-    """Has layers for more stages."""
-
-    def make_net(self) -> nn.Module:
-        layers = [nn.Linear(SIZE, SIZE) for _ in range(4)]
-        return nn.Sequential(*layers, nn.Linear(SIZE, 4))
+# ---------------------------------------------------------------------- what is left behind
 
 
 class Counting(Thawing):
@@ -69,27 +59,33 @@ class Counting(Thawing):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.groups.append(len(dist.distributed_c10d._world.pg_map))
 
-
-def groups_of(strategy: Any) -> list[int]:
-    module = Counting()
-    data = batches(strategy)
-    make_trainer(strategy, max_epochs=NUM_EPOCHS).fit(module, data, data)
-    return module.groups
+    @staticmethod
+    def counted(trainer: Any, module: Counting) -> list[int]:
+        return module.groups
 
 
 @pytest.mark.parametrize(
     "strategy",
     [
-        {"preset": "cyclic_dp", "stages": ["net.2"]},
+        more({"preset": "cyclic_dp", "stages": ["net.2"]}),
         {"preset": "cyclic_dp", "stages": ["net.2"], "transport": "edges"},
         {"preset": "1f1b", **CUT},
     ],
     ids=["named", "edges", "pipeline"],
 )
 def test_unfreezing_leaves_no_process_groups_behind(strategy: Any) -> None:
-    for groups in processes.run(groups_of, 2, strategy):
-        assert len(groups) == NUM_EPOCHS * NUM_STEPS
-        assert len(set(groups[1:])) == 1, groups
+    for rank in train(Counting, strategy, look=Counting.counted):
+        assert len(rank.found) == 2 * NUM_STEPS
+        assert len(set(rank.found[1:])) == 1, rank.found
+
+
+def test_an_unfrozen_layer_goes_to_the_stage_that_uses_it() -> None:
+    stages = {"net.0": 0, "net.2": 1, "net.4": 1}
+    for rank in train(Thawing, {"preset": "cyclic_dp", "stages": ["net.2"]}):
+        assert {n.rpartition(".")[0]: j for n, j in rank.stage_of.items()} == stages
+
+
+# ---------------------------------------------------------------------- the same everywhere
 
 
 class InTheOptimizer(Thawing):
@@ -102,26 +98,27 @@ class InTheOptimizer(Thawing):
         )
 
 
+class Deep(Thawing):
+    """Has layers for more stages."""
+
+    def make_net(self) -> nn.Module:
+        layers = [nn.Linear(SIZE, SIZE) for _ in range(4)]
+        return nn.Sequential(*layers, nn.Linear(SIZE, 4))
+
+
 @pytest.mark.parametrize("preset", ["pipedream", "pipeoptim"])
 def test_pipelines_that_predict_or_stash_agree_with_one_process(preset: str) -> None:
     strategy = {"preset": preset, "stages": ["net.2"], "num_microbatches": 1}
-    (alone,) = processes.run(train, 1, InTheOptimizer, strategy)
-    for rank in processes.run(train, 2, InTheOptimizer, strategy):
-        assert_same(rank["weights"], alone["weights"])
+    (alone,) = train(InTheOptimizer, strategy, 1)
+    for rank in train(InTheOptimizer, strategy):
+        assert_same(rank.weights, alone.weights)
 
 
 def test_three_workers_that_hold_what_they_use_agree_with_those_that_hold_all() -> None:
     plan = {"stages": ["net.2", "net.3"], "slack": 2}
-    whole = processes.run(train, 3, Deep, {"preset": "cyclic_dp", **plan})
-    for rank in processes.run(train, 3, Deep, {"preset": "cyclic_zero", **plan}):
-        assert_same(rank["weights"], whole[0]["weights"])
-
-
-def test_an_unfrozen_layer_goes_to_the_stage_that_uses_it() -> None:
-    ranks = processes.run(train, 2, Thawing, {"preset": "cyclic_dp", "stages": ["net.2"]})
-    stages = {"net.0": 0, "net.2": 1, "net.4": 1}
-    for rank in ranks:
-        assert {n.rpartition(".")[0]: j for n, j in rank["stage_of"].items()} == stages
+    whole, *_ = train(Deep, {"preset": "cyclic_dp", **plan}, 3)
+    for rank in train(Deep, {"preset": "cyclic_zero", **plan}, 3):
+        assert_same(rank.weights, whole.weights)
 
 
 class ThawsByEpoch(Plain):
@@ -140,14 +137,18 @@ class ThawsByEpoch(Plain):
     ids=lambda s: s["preset"],
 )
 def test_resumed_where_something_else_is_trained(strategy: Any, tmp_path: Path) -> None:
-    def check(epoch: int) -> None:
-        file = str(tmp_path / f"epoch={epoch}.ckpt")
-        for rank in processes.run(train, 2, ThawsByEpoch, strategy, None, file, 4):
-            assert_same(rank["weights"], whole[0]["weights"])
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, every_n_epochs=1)
+    saving = {"callbacks": [saver], "enable_checkpointing": True}
+    whole, *_ = train(ThawsByEpoch, strategy, max_epochs=3, **saving)
+    # saved before the first layer was ever trained; it is, in the next step
+    # saved behind a step that trained it; it is not, in the next one
+    for epoch in (0, 1):
+        file = tmp_path / f"epoch={epoch}.ckpt"
+        for rank in train(ThawsByEpoch, strategy, max_epochs=3, ckpt_path=file):
+            assert_same(rank.weights, whole.weights)
 
-    whole = processes.run(train, 2, ThawsByEpoch, strategy, str(tmp_path), None, 4)
-    check(0)  # saved before the first layer was ever trained; it is, in the next step
-    check(1)  # saved behind a step that trained it; it is not, in the next one
+
+# ---------------------------------------------------------------------- statistics
 
 
 class Backbone(BaseFinetuning):
@@ -172,30 +173,25 @@ class FinetunesNorms(Plain):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.05)
 
 
-def finetune(strategy: Any, num_ranks: int, epochs: int) -> dict[str, Any]:
-    module, r = FinetunesNorms(), processes.here().rank
-    groups = [[num_ranks * t + r] for t in range(2 * NUM_STEPS // num_ranks)]
-    flags = {"accumulate_grad_batches": 2 // num_ranks}
-    trainer = make_trainer(strategy, max_epochs=epochs, **flags)
-    trainer.fit(module, DataLoader(Batches(vectors, groups), batch_size=None))
-    return weights_of(module)
+def finetune(strategy: Any, n: int = 2) -> list[Result]:
+    data = partial(batches, False, 2 * NUM_STEPS // n)
+    flags = {"accumulate_grad_batches": 2 // n, "max_epochs": 3}
+    return runs.trained(FinetunesNorms, strategy, n, data=data, **flags)
 
 
 def test_statistics_that_come_with_finetuning_are_those_of_one_process() -> None:
-    (plain,) = processes.run(finetune, 1, "auto", 1, 3)
-    assert plain["net.1.num_batches_tracked"] == 2 * 2 * NUM_STEPS
-    for weights in processes.run(
-        finetune, 2, {"preset": "lockstep_dp", "stages": ["net.1"]}, 2, 3
-    ):
-        assert_same(weights, plain)
+    (plain,) = finetune("auto", 1)
+    assert plain.weights["net.1.num_batches_tracked"] == 2 * 2 * NUM_STEPS
+    for rank in finetune({"preset": "lockstep_dp", "stages": ["net.1"]}):
+        assert_same(rank.weights, plain.weights)
 
 
 def test_statistics_that_come_with_finetuning_reach_all_ranks() -> None:
     strategy = {"preset": "cyclic_dp", "stages": ["net.1"]}
-    found = processes.run(finetune, 2, strategy, 2, 3)
-    for weights in processes.run(finetune, 2, strategy | {"relay_buffers": "all"}, 2, 3):
-        assert_same(weights, found[0])
-    assert_same(found[1], found[0])
+    found = finetune(strategy)
+    for rank in finetune(strategy | {"relay_buffers": "all"}):
+        assert_same(rank.weights, found[0].weights)
+    assert_same(found[1].weights, found[0].weights)
 
 
 # ---------------------------------------------------------------------- refused by name
@@ -231,46 +227,36 @@ class ThawsATie(Plain):
         self.net[0].weight.requires_grad_(self.current_epoch == 0)
 
 
-def attempt(kind: type[Plain], strategy: Any, flags: dict[str, Any]) -> str:
-    with pytest.raises(CyclicError) as caught:
-        train(kind, strategy, **flags)
-    return str(caught.value)
-
-
-ADDED_UP = {"accumulate_grad_batches": 2}
-
-
 @pytest.mark.parametrize(
-    ("kind", "strategy", "flags", "said"),
+    ("kind", "strategy", "batches_per_step", "said"),
     [
-        (ThawsOtherOnes, {"preset": "cyclic_dp"}, {}, OTHERS),
-        (ThawsOtherOnes, {"preset": "cyclic_mp", **CUT}, {}, OTHERS),
-        (ThawsWithinAStep, {"preset": "cyclic_dp"}, ADDED_UP, "between batches that are added up"),
-        (
-            ThawsATie,
-            {"preset": "pipedream_2bw", **CUT},
-            {},
-            r"'net.0.weight', which stages \[0, 1",
-        ),
+        (ThawsOtherOnes, {"preset": "cyclic_dp"}, 1, OTHERS),
+        more(ThawsOtherOnes, {"preset": "cyclic_mp", **CUT}, 1, OTHERS),
+        (ThawsWithinAStep, {"preset": "cyclic_dp"}, 2, "between batches that are added up"),
+        (ThawsATie, {"preset": "pipedream_2bw", **CUT}, 1, "'net.0.weight', which stages [0, 1"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_on_every_rank(
-    kind: type[Plain], strategy: Any, flags: dict[str, Any], said: str
+    kind: type[Plain], strategy: Any, batches_per_step: int, said: str
 ) -> None:
-    for text in processes.run(attempt, 2, kind, strategy, flags, time_limit_s=40):
-        assert re.search(said, text), text
+    flags = {"accumulate_grad_batches": batches_per_step}
+    for end in train(kind, strategy, how=runs.run, **flags):
+        assert said in end.text
 
 
 @pytest.mark.parametrize(
-    "strategy", [{"preset": "cyclic_dp"}, {"preset": "1f1b", **CUT}], ids=lambda s: s["preset"]
+    "strategy",
+    [more({"preset": "cyclic_dp"}), {"preset": "1f1b", **CUT}],
+    ids=lambda s: s["preset"],
 )
 def test_a_rank_that_freezes_alone_says_for_whom_it_waits(strategy: Any) -> None:
     """The other one is in its step by then: nobody asks it before each step."""
     strategy = strategy | {"timeout": timedelta(seconds=3)}
-    texts = processes.run(attempt, 2, ThawsOnOneRank, strategy, {}, time_limit_s=60)
     said = "for all ranks to freeze or unfreeze parameters, as it did with 'net.0.weight'"
     ways = [  # whoever is first to give up
-        "rank 1 .*waited 3 s for rank 0 .* parameters, as it did with 'net.0.weight', in step 4",
+        "rank 1 .*waited 3 s for rank 0 .* parameters, as it did with 'net.0.weight', in step "
+        f"{NUM_STEPS}",
         f"(?s)rank 0 .*waited 3 s for rank 1 .*rank 1 .* waits itself {said}",
     ]
-    assert all(any(re.search(way, text) for way in ways) for text in texts), texts
+    for end in train(ThawsOnOneRank, strategy, how=runs.run):
+        assert any(re.search(way, end.text) for way in ways), end.text

@@ -7,6 +7,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import StepError
-from tests.harness import processes
-from tests.harness.trainers import make_trainer
+from tests.harness.rows import more
+from tests.harness.runs import trained
 
 X = torch.rand(16, 4, generator=torch.Generator().manual_seed(0))
 STEP = ["step"]
@@ -115,11 +116,16 @@ def check_values(copied: nn.Module, module: nn.Module) -> None:
         assert torch.equal(values[name], x), name
 
 
+@cache
+def names() -> dict[type, set[str]]:
+    """Return the names of attributes of modules that were just made."""
+    return {type(m): set(vars(m)) for m in Copying().net.modules()}
+
+
 def check_plain(copied: nn.Module) -> None:
     """Check that a copy has nothing of ours, and works alone."""
-    new = {type(m): set(vars(m)) for m in Copying().net.modules()}
     for m in copied.modules():
-        assert vars(m).keys() == new[type(m)]
+        assert vars(m).keys() == names()[type(m)]
         assert not [name for name, x in vars(m).items() if "_hooks" in name and x]
     for p in copied.parameters():
         assert type(p) is nn.Parameter
@@ -127,24 +133,24 @@ def check_plain(copied: nn.Module) -> None:
     copied(X).sum().backward()
 
 
-def fit(strategy: dict[str, Any], folder: str) -> dict[str, set[str]]:
-    module = Copying()
-    trainer = make_trainer(
-        strategy, max_epochs=2, limit_train_batches=2, num_sanity_val_steps=0,
-        enable_checkpointing=True, default_root_dir=folder,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(X, 4), DataLoader(X, 4))
+def batches() -> DataLoader[Any]:
+    return DataLoader(X, 4)  # type: ignore[arg-type]
+
+
+def noted(trainer: Any, module: Copying) -> dict[str, set[str]]:
+    """Return what was noted in each hook, when all copies have been looked at."""
     for copied in vars(trainer)["copies"]:
         check_plain(copied)
     assert not {"__deepcopy__", "__reduce_ex__"} & vars(module.net[0]).keys()
-    return vars(trainer)["noted"]
+    found: dict[str, set[str]] = vars(trainer)["noted"]
+    return found
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
     ("num_ranks", "strategy", "refused", "words"),
     [
-        (2, {"preset": "lockstep_dp"}, [], ""),
+        more(2, {"preset": "lockstep_dp"}, [], ""),
         (2, {"preset": "cyclic_dp"}, [], ""),
         (2, {"preset": "cyclic_zero"}, [*STEP, *WITHIN, *BETWEEN], "is read on rank"),
         (
@@ -160,13 +166,17 @@ def fit(strategy: dict[str, Any], folder: str) -> dict[str, set[str]]:
 def test_copies_in_all_hooks(
     num_ranks: int, strategy: dict[str, Any], refused: list[str], words: str, tmp_path: Path
 ) -> None:
-    for noted in processes.run(fit, num_ranks, strategy, str(tmp_path)):
-        assert noted.keys() >= {*STEP, *WITHIN, *BETWEEN, *AT_ENDS}
-        for where, found in noted.items():
+    for rank in trained(
+        Copying, strategy, num_ranks, data=batches, valid=batches, look=noted,
+        limit_train_batches=3, limit_val_batches=1, num_sanity_val_steps=0,
+        enable_checkpointing=True, default_root_dir=str(tmp_path),
+    ):  # fmt: skip
+        assert rank.found.keys() >= {*STEP, *WITHIN, *BETWEEN, *AT_ENDS}
+        for where, found in rank.found.items():
             refusals = found - {""}
             assert where in refused or not refusals, refusals
             assert all(words in x and "allowed: " in x for x in refusals), refusals
-        assert bool(refused) == any(found - {""} for found in noted.values())
+        assert bool(refused) == any(found - {""} for found in rank.found.values())
     (file,) = tmp_path.glob("checkpoints/*.ckpt")  # with the network among its hyperparameters
     saved = torch.load(file, weights_only=False)
     module = Copying()

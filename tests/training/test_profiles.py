@@ -18,7 +18,7 @@ from tests.modules.classifier import Classifier
 pytestmark = pytest.mark.multi
 
 NUM_STEPS = 3
-JOB = Job(case="resnet")
+JOB = Job(case="siamese")
 
 
 def names_of(found: profile) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,14 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightning_cyclic.errors import CyclicError
-from tests.harness import processes
-from tests.harness.rows import in_turn
-from tests.harness.trainers import assert_same, make_trainer, outcome, train_data, valid_data
-from tests.modules.classifier import Batch, Classifier
+from tests.harness.rows import in_turn, more
+from tests.harness.runs import Result, run, trained
+from tests.harness.trainers import assert_same
+from tests.modules.classifier import Batch, Classifier, micro_batches
 from tests.references.delayed import Chain
 from tests.references.delayed import loader as steps
 
 pytestmark = pytest.mark.multi
-
-PRESETS = ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"]
 
 
 class Logging(Classifier):
@@ -56,17 +54,27 @@ def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
     return {name: float(x) for name, x in metrics.items()}
 
 
-def fit_logging(preset: str, num_batches: int, accumulate: int) -> dict[str, Any]:
-    module, reading = Logging("batchnorm_mlp"), Reading()
-    flags = {"callbacks": [reading], "accumulate_grad_batches": accumulate}
-    trainer = make_trainer(preset, max_epochs=2, **flags)
-    trainer.fit(module, train_data(module, num_batches), valid_data(module))
-    return outcome(trainer, module) | {"steps": reading.steps, "epochs": reading.epochs}
+def read(trainer: Any, module: Logging) -> dict[str, Any]:
+    (reading,) = (c for c in trainer.callbacks if isinstance(c, Reading))
+    return vars(reading) | {"losses": module.losses}
 
 
-@pytest.mark.parametrize(("n", "preset"), in_turn([2, 4], PRESETS))
+def train(
+    preset: str, n: int = 2, num_batches: int = 4, optimizer: str = "adamw", **flags: Any
+) -> list[Result]:
+    flags = {"callbacks": [Reading()], "look": read, "max_epochs": 2} | flags
+    return trained(
+        partial(Logging, "batchnorm_mlp", optimizer), {"preset": preset}, n,
+        data=partial(micro_batches, "vectors", num_batches),
+        valid=partial(micro_batches, "vectors", 2, 1), **flags,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("n", "preset"), [(2, "cyclic_dp"), (3, "cyclic_dp_v1"), (2, "lockstep_dp")]
+)
 def test_logged_values(preset: str, n: int) -> None:
-    ranks = processes.run(fit_logging, n, preset, 4, 1)
+    ranks = [rank.found for rank in train(preset, n)]
     losses = torch.tensor([rank["losses"] for rank in ranks])  # workers x steps
     for rank, own in zip(ranks, losses, strict=True):
         for t, (seen, first) in enumerate(zip(rank["steps"], ranks[0]["steps"], strict=True)):
@@ -84,9 +92,9 @@ def test_logged_values(preset: str, n: int) -> None:
             assert seen["own_epoch"] == pytest.approx(float(own[4 * e : 4 * e + 4].mean()))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["cyclic_dp", more("cyclic_dp_v1"), "lockstep_dp"])
 def test_logged_values_while_gradients_accumulate(preset: str) -> None:
-    ranks = processes.run(fit_logging, 2, preset, 5, 2)
+    ranks = [rank.found for rank in train(preset, num_batches=5, accumulate_grad_batches=2)]
     losses = torch.tensor([rank["losses"] for rank in ranks])
     for rank in ranks:
         for b in (1, 3, 4, 6, 8, 9):  # where a window closes
@@ -96,6 +104,9 @@ def test_logged_values_while_gradients_accumulate(preset: str) -> None:
         for e, seen in enumerate(rank["epochs"]):
             assert seen["epoch_mean"] == ranks[0]["epochs"][e]["epoch_mean"]
             assert seen["epoch_mean"] == pytest.approx(float(losses[:, 5 * e : 5 * e + 5].mean()))
+
+
+# ---------------------------------------------------------------------- hooks of the optimizer
 
 
 class InHook(Chain):
@@ -135,15 +146,19 @@ class LogsItself(Callback):
         module.note("callback", self.log)
 
 
-def fit_logging_in(hook: str, strategy: dict[str, Any]) -> tuple[list[Any], str]:
-    """Return what metrics were behind each step and at the end, and with what the fit failed."""
-    reading, module = Reading(), InHook(hook)
-    trainer = make_trainer(strategy, max_epochs=1, callbacks=[reading, LogsItself()])
-    try:
-        trainer.fit(module, steps(2, 3))
-    except CyclicError as error:
-        return [], str(error)
-    return [*(x.get("n_step") for x in reading.steps), _numbers(trainer.callback_metrics)["n"]], ""
+def seen_by_step(trainer: Any, module: InHook) -> list[float | None]:
+    """Return what metrics were behind each step, and at the end."""
+    (reading,) = (c for c in trainer.callbacks if isinstance(c, Reading))
+    behind = float(trainer.callback_metrics["n"])
+    return [*(x.get("n_step") for x in reading.steps), behind]
+
+
+def logging_in(hook: str, strategy: dict[str, Any]) -> list[Result]:
+    callbacks = [Reading(), LogsItself()]
+    return run(
+        partial(InHook, hook), strategy, data=partial(steps, 2, 3), look=seen_by_step,
+        callbacks=callbacks,
+    )  # fmt: skip
 
 
 HOOKS = ["on_before_optimizer_step", "configure_gradient_clipping", "callback"]
@@ -156,8 +171,8 @@ HOOKS = ["on_before_optimizer_step", "configure_gradient_clipping", "callback"]
      ("configure_gradient_clipping", "1f1b")],
 )  # fmt: skip
 def test_what_hooks_of_the_optimizer_log_is_of_its_step(hook: str, preset: str) -> None:
-    for seen, error in processes.run(fit_logging_in, 2, hook, {"preset": preset}):
-        assert (seen, error) == ([1.0, 2.0, 3.0, 2.0], "")
+    for end in logging_in(hook, {"preset": preset}):
+        assert (end.found, end.text) == ([1.0, 2.0, 3.0, 2.0], "")
 
 
 @pytest.mark.parametrize(
@@ -170,72 +185,60 @@ def test_what_hooks_of_the_optimizer_log_is_of_its_step(hook: str, preset: str) 
 )
 def test_what_hooks_of_a_late_update_log_is_refused(hook: str, strategy: dict[str, Any]) -> None:
     name = HOOKS[0] if hook == "callback" else hook
-    for seen, error in processes.run(fit_logging_in, 2, hook, strategy):
-        assert seen == []
-        assert f"self.log('n', ...) was called in {name}, which runs when an update" in error
+    for end in logging_in(hook, strategy):
+        assert f"self.log('n', ...) was called in {name}, which runs when an update" in end.text
 
 
-def fit_with_checkpoints(preset: str, folder: Path) -> dict[str, Any]:
-    module = Logging("batchnorm_mlp", "adamw")
-    best = ModelCheckpoint(folder / "best", monitor="val_loss", save_last=True, save_top_k=2,
-                           filename="{epoch}-{step}")  # fmt: skip
-    often = ModelCheckpoint(folder / "often", every_n_train_steps=3, save_top_k=-1,
-                            filename="{step}")  # fmt: skip
-    rates = LearningRateMonitor("step")
-    trainer = make_trainer(
-        preset, max_epochs=3, enable_checkpointing=True, callbacks=[best, often, rates],
-        logger=CSVLogger(folder / "logs", flush_logs_every_n_steps=1), log_every_n_steps=1,
-    )  # fmt: skip
-    trainer.fit(module, train_data(module, 4), valid_data(module))
-    return outcome(trainer, module) | {
+# ---------------------------------------------------------------------- callbacks and loggers
+
+
+def written(trainer: Any, module: Logging) -> dict[str, Any]:
+    best, _ = trainer.checkpoint_callbacks
+    return {
         "best": best.best_model_path, "last": best.last_model_path,
         "score": float(best.best_model_score), "log": trainer.logger.log_dir,
+        "rates": module.rates,
     }  # fmt: skip
 
 
-def fit_plainly(preset: str) -> dict[str, Any]:
-    module = Logging("batchnorm_mlp", "adamw")
-    trainer = make_trainer(preset, max_epochs=3)
-    trainer.fit(module, train_data(module, 4), valid_data(module))
-    return outcome(trainer, module)
-
-
-@pytest.mark.parametrize("preset", PRESETS[:1])
-def test_checkpoint_callbacks_and_loggers(preset: str, tmp_path: Path) -> None:
-    ranks = processes.run(fit_with_checkpoints, 2, preset, tmp_path)
+def test_checkpoint_callbacks_and_loggers(tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path / "best", monitor="val_loss", save_last=True, save_top_k=2,
+                           filename="{epoch}-{step}")  # fmt: skip
+    often = ModelCheckpoint(tmp_path / "often", every_n_train_steps=3, save_top_k=-1,
+                            filename="{step}")  # fmt: skip
+    ranks = train(
+        "cyclic_dp", max_epochs=3, enable_checkpointing=True, look=written,
+        callbacks=[best, often, LearningRateMonitor("step")], log_every_n_steps=1,
+        logger=CSVLogger(tmp_path / "logs", flush_logs_every_n_steps=1),
+    )  # fmt: skip
+    first = ranks[0].found
     for rank in ranks:
-        for what in ("best", "last", "score", "log"):
-            assert rank[what] == ranks[0][what]
+        assert rank.found == first
     assert sorted(p.name for p in (tmp_path / "often").iterdir()) == [
         "step=12.ckpt", "step=3.ckpt", "step=6.ckpt", "step=9.ckpt"
     ]  # fmt: skip
-    assert Path(ranks[0]["best"]).is_file()
-    assert Path(ranks[0]["last"]).is_file()
+    assert Path(first["best"]).is_file()
+    assert Path(first["last"]).is_file()
     newest = torch.load(tmp_path / "often" / "step=12.ckpt", weights_only=True)
-    assert_same(newest["state_dict"], ranks[0]["weights"])
-    lines = (Path(ranks[0]["log"]) / "metrics.csv").read_text().splitlines()
+    assert_same(newest["state_dict"], ranks[0].weights)
+    lines = (Path(first["log"]) / "metrics.csv").read_text().splitlines()
     column = lines[0].split(",").index("lr-AdamW")
     rates = [line.split(",")[column] for line in lines[1:] if line.split(",")[column]]
-    assert [float(rate) for rate in rates] == pytest.approx(ranks[0]["rates"])
-    plain = processes.run(fit_plainly, 2, preset)
-    for rank, same in zip(ranks, plain, strict=True):  # writing changes no numbers
-        assert rank["losses"] == same["losses"]
-        assert_same(rank["weights"], same["weights"])
+    assert [float(rate) for rate in rates] == pytest.approx(first["rates"])
 
 
-def fit_until_it_stops(preset: str, monitor: str) -> dict[str, Any]:
-    module = Logging("mlp")
+def stopped(trainer: Any, module: Any) -> tuple[int, int]:
+    return trainer.current_epoch, trainer.early_stopping_callback.stopped_epoch
+
+
+@pytest.mark.parametrize(
+    ("preset", "monitor"),
+    [("cyclic_dp", "val_loss"), ("cyclic_dp_v1", "mean_epoch"), more("lockstep_dp", "val_loss")],
+)
+def test_all_ranks_stop_early_together(preset: str, monitor: str) -> None:
     stopping = EarlyStopping(monitor, mode="max", patience=1)  # a loss: it soon gets "worse"
-    trainer = make_trainer(preset, max_epochs=20, callbacks=[stopping])
-    trainer.fit(module, train_data(module, 3), valid_data(module))
-    return outcome(trainer, module) | {"stopped": stopping.stopped_epoch}
-
-
-@pytest.mark.parametrize(("preset", "monitor"), in_turn(PRESETS, ["val_loss", "mean_epoch"]))
-def test_early_stopping(preset: str, monitor: str) -> None:
-    ranks = processes.run(fit_until_it_stops, 2, preset, monitor)
-    assert 0 < ranks[0]["epoch"] < 20
+    ranks = train(preset, 2, 3, "sgd", max_epochs=20, callbacks=[stopping], look=stopped)
+    assert 0 < ranks[0].found[0] < 20
     for rank in ranks:
-        for what in ("epoch", "stopped", "global_step"):
-            assert rank[what] == ranks[0][what]
-        assert_same(rank["weights"], ranks[0]["weights"])
+        assert (rank.found, rank.global_step) == (ranks[0].found, ranks[0].global_step)
+        assert_same(rank.weights, ranks[0].weights)

@@ -1,6 +1,6 @@
 """Options for old gradients end with the bits of their rules, in any number of processes.
 
-One case by hand: pytest tests/test_delay_options.py -k "feedback and adamw"
+One case by hand: pytest tests/training/test_old_gradients.py -k "feedback and adamw"
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_cyclic import ConfigurationError, PlanError
-from lightning_cyclic.registration import make_strategy
 from tests.harness import processes
-from tests.harness.rows import in_turn
+from tests.harness.rows import more
 from tests.harness.trainers import assert_same, make_trainer, train_data, valid_data, weights_of
 from tests.modules.classifier import Classifier, MicroBatches, loss_of
 from tests.references import delayed as delayed_chain
@@ -34,17 +32,6 @@ ONE_EACH = {"pipedream", "pipeoptim", "spectrain"}  # one update per micro-batch
 NUM_STEPS = 11
 
 
-def run(
-    num_ranks: int,
-    make: Any,
-    strategy: dict[str, Any],
-    saved: tuple[str, int] | None = None,
-    **flags: Any,
-) -> list[dict[str, Tensor]]:
-    function = partial(fit, make, strategy, NUM_STEPS, saved, **flags)
-    return processes.run(function, num_ranks, time_limit_s=90.0)
-
-
 def assert_follows(
     preset: str,
     num_ranks: int,
@@ -56,19 +43,19 @@ def assert_follows(
     """Compare every rank with the rule, and see that the options make a difference."""
     m = 1 if preset in ONE_EACH else 4
     strategy = {"preset": preset, "num_microbatches": m} | options
-    ranks = run(num_ranks, make, strategy, saved, **(flags or {}))
+    function = partial(fit, make, strategy, NUM_STEPS, saved, **(flags or {}))
+    ranks = processes.run(function, num_ranks, time_limit_s=90.0)
     if preset in RULES:
         follow = partial(delayed_chain.sequential, make, RULES[preset], m, NUM_STEPS)
     else:
         follow = partial(delayed_chain.predicted, make, preset, m, NUM_STEPS)
-    (expected,) = processes.run(partial(follow, **options), 1)
+    expected = follow(**options)
     for r, weights in enumerate(ranks):
         assert_same(weights, expected, f"rank {r}")
     if not options:
         return
-    (without,) = processes.run(follow, 1)
     name = "layers.0.weight"
-    assert not torch.equal(expected[name], without[name])
+    assert not torch.equal(expected[name], follow()[name])
 
 
 # ---------------------------------------------------------------------- error feedback
@@ -77,7 +64,7 @@ def assert_follows(
 @pytest.mark.parametrize(
     ("preset", "num_ranks", "optimizer"),
     [("pipedream_2bw", 2, "adamw"), ("cyclic_pipeline", 2, "sgd"),
-     ("pipedream", 1, "adamw"), ("pipedream", 4, "sgd"), ("cyclic_mp", 2, "sgd")],
+     ("pipedream", 1, "adamw"), more("pipedream", 4, "sgd"), ("cyclic_mp", 2, "sgd")],
 )  # fmt: skip
 def test_error_feedback(preset: str, num_ranks: int, optimizer: str) -> None:
     make = partial(Chain, optimizer, "sawtooth")
@@ -158,8 +145,8 @@ def fit_replicas(
     ("preset", "rule", "num_workers", "optimizer", "step"),
     [
         ("cyclic_dp_v1", "delayed", 1, "adamw", 5),
-        ("cyclic_dp_v1", "delayed", 2, "sgd", 5),
-        ("cyclic_dp", "freshest", 2, "adamw", None),
+        more("cyclic_dp_v1", "delayed", 2, "sgd", 5),
+        more("cyclic_dp", "freshest", 2, "adamw", None),
         ("cyclic_dp", "freshest", 2, "adamw", 4),
     ],
 )
@@ -171,9 +158,7 @@ def test_error_feedback_of_replicas(
     saved = None if step is None else (str(tmp_path), step)
     ranks = processes.run(fit_replicas, num_workers, make, strategy, saved)
     stage_of = ranks[0][1]
-    (expected,) = processes.run(
-        follow_replicas, 1, rule, optimizer, num_workers, NUM_STEPS, stage_of
-    )
+    expected = follow_replicas(rule, optimizer, num_workers, NUM_STEPS, stage_of)
     for weights, _ in ranks:
         assert_same(weights, expected)
 
@@ -181,7 +166,7 @@ def test_error_feedback_of_replicas(
 # ---------------------------------------------------------------------- predictions
 
 
-@pytest.mark.parametrize(("preset", "num_ranks"), [("spectrain", 2), ("pipeoptim", 1)])
+@pytest.mark.parametrize(("preset", "num_ranks"), [("spectrain", 2), more("pipeoptim", 1)])
 def test_predictions_go_on_from_a_checkpoint(preset: str, num_ranks: int, tmp_path: Any) -> None:
     make = partial(Chain, "adamw", "sawtooth")
     assert_follows(preset, num_ranks, make, (str(tmp_path), 5))
@@ -205,7 +190,7 @@ def begun_by_another(
 
 
 @pytest.mark.parametrize(
-    ("preset", "num_ranks"), in_turn(["cyclic_pipeline", "pipedream_2bw"], [1, 2])
+    ("preset", "num_ranks"), [("pipedream_2bw", 2), more("cyclic_pipeline", 1)]
 )
 def test_behind_a_checkpoint_of_another_plan_the_rule_begins_as_at_step_0(
     preset: str, num_ranks: int, tmp_path: Any
@@ -213,8 +198,7 @@ def test_behind_a_checkpoint_of_another_plan_the_rule_begins_as_at_step_0(
     make = partial(Chain, "adamw", "sawtooth")
     strategies = tuple({"preset": name, "num_microbatches": 4} for name in ("1f1b", preset))
     ranks = processes.run(begun_by_another, num_ranks, make, strategies, str(tmp_path))
-    follow = partial(delayed_chain.sequential, make, RULES[preset], 4, NUM_STEPS, num_sync=4)
-    (expected,) = processes.run(follow, 1)
+    expected = delayed_chain.sequential(make, RULES[preset], 4, NUM_STEPS, num_sync=4)
     for weights, _ in ranks:
         assert_same(weights, expected)
     assert [len(said) for _, said in ranks] == [1, 0][:num_ranks]
@@ -239,31 +223,3 @@ def test_predictions_begin_anew_from_a_checkpoint_of_another_plan(tmp_path: Any)
     two = processes.run(begun_by_another, 2, make, strategies, str(tmp_path / "two"))
     for weights, _ in two:
         assert_same(weights, one[0][0])
-
-
-# ---------------------------------------------------------------------- refused
-
-
-@pytest.mark.parametrize(
-    ("preset", "options", "text"),
-    [
-        (
-            "1f1b",
-            {"error_feedback": True},
-            "error_feedback=True with preset '1f1b', which does not use it",
-        ),
-        ("gpipe", {"error_feedback": 1}, r"error_feedback=1; allowed: True or False"),
-        (
-            "lockstep_dp",
-            {"error_feedback": True},
-            r"with preset 'lockstep_dp', which does not use it",
-        ),
-    ],
-)
-def test_options_that_would_be_ignored_are_refused(
-    preset: str, options: dict[str, Any], text: str
-) -> None:
-    with pytest.raises((ConfigurationError, PlanError), match=text) as caught:
-        make_strategy(preset, **options)
-    assert "allowed" in str(caught.value)
-    assert "use " in str(caught.value)

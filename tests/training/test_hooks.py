@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import pytest
@@ -16,10 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_cyclic.errors import CyclicError
 from lightning_cyclic.registration import make_strategy
 from tests.harness import processes
-from tests.harness.rows import in_turn
-from tests.harness.trainers import make_trainer
+from tests.harness.rows import more
+from tests.harness.runs import Result, run, trained
+from tests.harness.trainers import assert_same, make_trainer
+from tests.references.delayed import STAGES as CUTS
 from tests.references.delayed import Chain
-from tests.references.delayed import fit as fit_chain
+from tests.references.delayed import loader as steps
 
 pytestmark = pytest.mark.multi
 
@@ -127,64 +130,67 @@ def loader(seed: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, torch.arange(16) % 4), 4)
 
 
-def fit(kind: type[Net], strategy: dict[str, Any], callbacks: list[Callback]) -> Net:
-    module = kind()
-    flags = {"max_epochs": 2, "val_check_interval": 2, "callbacks": callbacks}
-    make_trainer(strategy or "auto", **flags).fit(module, loader(1), loader(2))
-    return module
+DATA = {"data": partial(loader, 1), "valid": partial(loader, 2), "val_check_interval": 2}
 
 
-def seen(kind: type[Net], strategy: dict[str, Any], callbacks: list[Callback]) -> list[Any]:
-    """Return what the hooks of a fit have seen."""
-    return fit(kind, strategy, callbacks).seen
+def seen_by(trainer: Any, module: Net) -> list[Any]:
+    return module.seen
 
 
-def weights(kind: type[Net], strategy: dict[str, Any]) -> list[Tensor]:
-    """Return what a fit has learnt."""
-    return [p.detach() for p in fit(kind, strategy, []).parameters()]
+def train(
+    kind: type[Net], strategy: dict[str, Any], n: int = 2, callbacks: Sequence[Callback] = (),
+    how: Any = trained,
+) -> list[Result]:  # fmt: skip
+    """Train two epochs, with validation within each; note what hooks have seen."""
+    flags = {"look": seen_by, "max_epochs": 2, "callbacks": callbacks}
+    found: list[Result] = how(kind, strategy or "auto", n, **DATA, **flags)
+    return found
 
 
-def refused(kind: type[Net], strategy: dict[str, Any]) -> str:
-    """Return the error of a fit."""
-    with pytest.raises(CyclicError) as caught:
-        fit(kind, strategy, [])
-    return f"{type(caught.value).__name__}: {caught.value}"
+def seen(*args: Any) -> list[Any]:
+    """Return what the hooks of each rank have seen."""
+    return [rank.found for rank in train(*args)]
+
+
+@cache
+def alone(kind: type[Net], rank_that_reads: int | None = None) -> Any:
+    """Return what hooks see on a single device without a strategy."""
+    callbacks = [] if rank_that_reads is None else [OnOneRank(rank_that_reads)]
+    return seen(kind, {}, 1, callbacks)[0]
 
 
 def staged(preset: str, num_ranks: int, **options: Any) -> dict[str, Any]:
     return {"preset": preset, "stages": STAGES[num_ranks], "num_microbatches": 1, **options}
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), in_turn([Epochs, Wholes], [2, 4]))
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"), [(Epochs, 2), (Wholes, 2), more(Epochs, 4), more(Wholes, 4)]
+)
 def test_a_module_that_reads_itself_in_hooks_sees_all_its_weights(
     kind: type[Net], num_ranks: int
 ) -> None:
-    (alone,) = processes.run(seen, 1, kind, {}, [])
-    assert len(alone) > 6
-    for rank in processes.run(seen, num_ranks, kind, staged("1f1b", num_ranks), []):
-        assert rank == alone
+    assert len(alone(kind)) > 6
+    for rank in seen(kind, staged("1f1b", num_ranks), num_ranks):
+        assert rank == alone(kind)
 
 
 def test_weights_that_were_loaded_in_a_hook_are_read() -> None:
-    (alone,) = processes.run(seen, 1, GoingBack, {}, [])
-    assert processes.run(seen, 2, GoingBack, staged("1f1b", 2), []) == [alone, alone]
+    assert seen(GoingBack, staged("1f1b", 2)) == [alone(GoingBack)] * 2
 
 
 @pytest.mark.parametrize("reader", [0, 1])
 def test_one_rank_may_read_while_the_others_do_not(reader: int) -> None:
-    (alone,) = processes.run(seen, 1, Net, {}, [OnOneRank(0)])
-    ranks = processes.run(seen, 2, Net, staged("gpipe", 2), [OnOneRank(reader)])
-    assert ranks[reader] == alone
+    ranks = seen(Net, staged("gpipe", 2), 2, [OnOneRank(reader)])
+    assert ranks[reader] == alone(Net, 0) != []
     assert ranks[1 - reader] == []
 
 
-@pytest.mark.parametrize("preset", ["cyclic_pipeline", "pipedream_2bw"])
+@pytest.mark.parametrize("preset", ["cyclic_pipeline", more("pipedream_2bw")])
 def test_steps_that_flow_into_each_other_are_at_an_end_where_epochs_are(preset: str) -> None:
     strategy = staged(preset, 2) | {"num_microbatches": 2}
-    (alone,) = processes.run(seen, 1, Epochs, strategy, [])
-    assert len({str(values) for _, values in alone}) == 4
-    for rank in processes.run(seen, 2, Epochs, strategy, []):
-        assert rank == alone
+    (one,) = seen(Epochs, strategy, 1)
+    assert len({str(values) for _, values in one}) == 4
+    assert seen(Epochs, strategy) == [one, one]
 
 
 class Ahead(Net):
@@ -248,37 +254,35 @@ class InAStep(Net):
 def test_reads_that_cannot_be_right_are_refused_by_name(
     kind: type[Net], options: dict[str, Any], words: str
 ) -> None:
-    errors = processes.run(refused, 2, kind, staged("1f1b", 2) | options)
-    assert any(re.search(words, error) and "test_hooks.py" in error for error in errors), (
-        "\n".join(errors)
-    )
-    for error in errors:
-        assert re.match("ConfigurationError|StepError|PeerError", error), error
+    ends = train(kind, staged("1f1b", 2) | options, how=run)
+    assert any(re.search(words, end.text) and "test_hooks.py" in end.text for end in ends), ends
+    for end in ends:
+        assert end.error in ("ConfigurationError", "StepError", "PeerError"), end
 
 
 def whole_gradients(preset: dict[str, Any], num_ranks: int) -> dict[str, list[Any]]:
     """Return the gradients that ranks have seen together, by parameter."""
-    seen_by: dict[str, list[Any]] = {}
-    for rank in processes.run(seen, num_ranks, Norms, preset, []):
+    seen_of: dict[str, list[Any]] = {}
+    for rank in seen(Norms, preset, num_ranks):
         for name, grad in rank:
-            seen_by.setdefault(name, []).append(grad)
-    return seen_by
+            seen_of.setdefault(name, []).append(grad)
+    return seen_of
 
 
 @pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
 def test_each_gradient_is_seen_once_and_whole_before_its_update(preset: str) -> None:
-    seen_by = whole_gradients({"preset": preset, "stages": ["net.3"]}, 2)
-    assert {n: len(grads) for n, grads in seen_by.items()} == {
+    shown = whole_gradients({"preset": preset, "stages": ["net.3"]}, 2)
+    assert {n: len(grads) for n, grads in shown.items()} == {
         n: 8 for n, _ in Net().named_parameters()
     }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_pipeline_shows_each_gradient_on_its_rank(num_ranks: int) -> None:
-    plain = whole_gradients({"preset": "1f1b", "stages": ["net.3"], "num_microbatches": 1}, 1)
-    shown = whole_gradients(staged("cyclic_pipeline", 2) | {"num_microbatches": 2}, num_ranks)
-    assert plain.keys() == shown.keys()
-    assert {len(grads) for grads in shown.values()} == {8}
+def test_a_pipeline_shows_each_gradient_on_its_rank() -> None:
+    one = {"preset": "cyclic_pipeline", "stages": ["net.3"], "num_microbatches": 2}
+    for shown in (whole_gradients(one, 1), whole_gradients(one, 2)):
+        assert {n: len(grads) for n, grads in shown.items()} == {
+            n: 8 for n, _ in Net().named_parameters()
+        }
 
 
 # ---------------------------------------------------------------------- changes between steps
@@ -323,53 +327,52 @@ NOT_SYNC = [
 ]
 
 
-@pytest.mark.parametrize("strategy", NOT_SYNC, ids=lambda s: s["preset"])
+@pytest.mark.parametrize(
+    "strategy", [NOT_SYNC[0], more(NOT_SYNC[1]), NOT_SYNC[2]], ids=lambda s: s["preset"]
+)
 def test_a_parameter_that_is_replaced_is_refused(strategy: dict[str, Any]) -> None:
     words = "'net.0.bias' was replaced, added or removed|not in the LightningModule"
-    errors = processes.run(refused, 2, Replacing, strategy)
-    assert any(re.search(words, error) for error in errors), errors
+    ends = train(Replacing, strategy, how=run)
+    assert any(re.search(words, end.text) for end in ends), ends
+    assert all(end.error for end in ends)
 
 
 @pytest.mark.parametrize("strategy", NOT_SYNC[::2], ids=lambda s: s["preset"])
 def test_weights_that_are_exchanged_for_validation_alone_are_no_change(
     strategy: dict[str, Any],
 ) -> None:
-    for one, other in zip(
-        processes.run(weights, 2, Exchanging, strategy),
-        processes.run(weights, 2, Net, strategy),
-        strict=True,
-    ):
-        assert all(map(torch.equal, one, other))
+    for one, other in zip(train(Exchanging, strategy), train(Net, strategy), strict=True):
+        assert_same(one.weights, other.weights)
 
 
 @pytest.mark.parametrize("kind", [Changing, Exchanging])
 def test_pipelines_with_a_flush_take_changes_over(kind: type[Net]) -> None:
-    (alone,) = processes.run(weights, 1, kind, {})
-    for rank in processes.run(weights, 2, kind, staged("1f1b", 2)):
-        assert all(map(torch.equal, rank, alone))
+    (plain,) = train(kind, {}, 1)
+    for rank in train(kind, staged("1f1b", 2)):
+        assert_same(rank.weights, plain.weights)
 
 
 # ---------------------------------------------------------------------- loaders of other lengths
 
 
-def evaluated(kind: str) -> str:
+def refused(kind: str) -> str:
     """Give ranks loaders of other lengths, and return the error."""
     module, rank = Net(), processes.here().rank
     trainer = make_trainer(make_strategy(**staged("1f1b", 2)), max_epochs=1)
     odd = DataLoader(loader(2).dataset, 4 if rank else 2)
     module.test_step = module.predict_step = lambda batch, *rest: module(batch[0]).sum()
-    run = partial(trainer.fit, module, loader(1), [loader(2), odd])
-    if kind != "validation":
-        run = partial(getattr(trainer, kind), module, odd)
+    entry = partial(getattr(trainer, kind, trainer.fit), module, odd)
+    if kind == "validation":
+        entry = partial(trainer.fit, module, loader(1), [loader(2), odd])
     with pytest.raises(CyclicError) as caught:
-        run()
+        entry()
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["validation", "test", "predict"])
+@pytest.mark.parametrize("kind", ["validation", "test", more("predict")])
 def test_loaders_of_other_lengths_are_refused_before_their_first_batch(kind: str) -> None:
     numbers = ["[4.0, 8.0]", "[4.0, 4.0]"] if kind == "validation" else ["[8.0]", "[4.0]"]
-    for error in processes.run(evaluated, 2, kind):
+    for error in processes.run(refused, 2, kind):
         assert error.startswith(
             f"ranks have different numbers of {kind} batches (rank 0: {numbers[0]}, rank 1: "
             f"{numbers[1]}); allowed: the same everywhere"
@@ -389,10 +392,8 @@ class Counts(Chain):
         return super().training_step(batch, batch_idx)
 
 
-def calls(strategy: dict[str, Any]) -> list[int]:
+def calls(trainer: Any, module: Any) -> list[int]:
     """Return how often training_step is called for each of three batches."""
-    Counts.calls.clear()
-    fit_chain(Counts, strategy, 3)
     return [Counts.calls.count(k) for k in range(3)]
 
 
@@ -409,10 +410,9 @@ def calls(strategy: dict[str, Any]) -> list[int]:
 def test_training_step_is_called_as_often_as_the_page_says(
     preset: str, num_ranks: int, num_microbatches: int, num: int
 ) -> None:
-    ranks = processes.run(
-        calls, num_ranks, {"preset": preset, "num_microbatches": num_microbatches}
-    )
-    once_more = (num > 1) * (
-        1 + num_microbatches
-    )  # in the first step, on rank 0: survey, comparison
+    strategy = {"preset": preset, "num_microbatches": num_microbatches, "stages": CUTS}
+    data = partial(steps, num_microbatches, 3)
+    ranks = [rank.found for rank in trained(Counts, strategy, num_ranks, data=data, look=calls)]
+    # in the first step, on rank 0: survey, comparison
+    once_more = (num > 1) * (1 + num_microbatches)
     assert ranks == [[num + (once_more if r == 0 else 0), num, num] for r in range(num_ranks)]

@@ -17,7 +17,7 @@ from tests.harness.processes import here, run
 
 pytestmark = pytest.mark.multi
 
-NUM_STEPS = 14
+NUM_STEPS = 10
 SLEPT_S = 0.02  # of one block's forward; its backward sleeps twice as long
 COLLECTIVES = ("allreduce", "broadcast", "barrier", "allgather", "reduce", "gather", "scatter",
                "reduce_scatter", "alltoall", "_allgather_base")  # fmt: skip
@@ -26,14 +26,16 @@ COLLECTIVES = ("allreduce", "broadcast", "barrier", "allgather", "reduce", "gath
 class Slept(torch.autograd.Function):
     """Sleep as long as compute would take, so that workers need no core of their own."""
 
+    for_s = SLEPT_S
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(SLEPT_S)
+        time.sleep(Slept.for_s)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        time.sleep(2 * SLEPT_S)
+        time.sleep(2 * Slept.for_s)
         return grad
 
 
@@ -85,7 +87,7 @@ def count_collectives(counted: Counter[str]) -> None:
         setattr(torch.distributed.ProcessGroup, name, counting)
 
 
-def train(strategy: str) -> tuple[list[float], list[int]]:
+def train(strategy: str, sleeps_s: float = SLEPT_S) -> tuple[list[float], list[int]]:
     timeline = Timeline()
     count_collectives(timeline.counted)
     trainer = Trainer(
@@ -94,20 +96,21 @@ def train(strategy: str) -> tuple[list[float], list[int]]:
         enable_model_summary=False, callbacks=[timeline],
     )  # fmt: skip
     data = TensorDataset(torch.randn(2 * NUM_STEPS * here().num_ranks, 8))
+    Slept.for_s = sleeps_s
     trainer.fit(Net(), DataLoader(data, 2))
     return timeline.starts, timeline.collectives
 
 
 @pytest.fixture(scope="module")
 def cyclic() -> list[tuple[list[float], list[int]]]:
-    return run(train, 4, "cyclic_dp")
+    return run(train, 3, "cyclic_dp")
 
 
 def test_every_worker_runs_behind_the_one_before_it(cyclic: Any) -> None:
     # workers are paced by the clock when they start: a machine that is busy then gets two more
     # chances, and without the pacing none of them comes to it
     for attempt in range(3):
-        found = cyclic if attempt == 0 else run(train, 4, "cyclic_dp")
+        found = cyclic if attempt == 0 else run(train, 3, "cyclic_dp")
         step_s, leads = staggered([each[0] for each in found])
         if all(0 < lead < step_s for lead in leads):
             return
@@ -131,6 +134,6 @@ def test_no_batch_makes_a_collective(cyclic: Any) -> None:
 
 
 def test_the_counter_sees_the_collective_that_lightning_makes_in_every_batch() -> None:
-    for _, collectives in run(train, 2, "ddp"):
+    for _, collectives in run(train, 2, "ddp", 0.0):
         per_batch = [b - a for a, b in zip(collectives[1:], collectives[2:], strict=False)]
         assert min(per_batch) >= 1
