@@ -3,7 +3,7 @@
     python docs/make_pictures.py        writes docs/images/*.svg
 
 What stands in a picture is asked of a plan, never drawn by hand: a picture changes where the plan
-does, and `tests/test_docs.py` compares. The files depend on nothing but the plans.
+does, and `tests/house/test_docs.py` compares. The files depend on nothing but the plans.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from lightning_cyclic.cli import load_module
 from lightning_cyclic.cli.main import main
 from lightning_cyclic.planner import to_json
 from tests.cli.test_branches import SAID, SEEN
+from tests.harness.commands import Command, Commands
 from tests.planner.test_search import profile
 
 MODEL = """
@@ -277,29 +278,37 @@ class Unrepeatable(Trained):
 """
 
 
-def verified(host, name, *presets, folder):
-    """Verify in a process of its own, as a process has one host."""
+def verified(host, name, *presets, folder, is_forked):
+    """Verify in a process of its own, as a process has one host; return status and lines."""
     (folder / "model.py").write_text(TRAINED.replace("lightning.pytorch", host))
-    command = ["doctor", f"model.py:{name}", "--verify", "--stages", "2"]
-    command += [word for preset in presets for word in ("--preset", preset)]
-    code = f"from lightning_cyclic.cli.main import main; raise SystemExit(main({command}))"
-    return subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=folder
-    )
+    words = ["doctor", f"model.py:{name}", "--verify", "--stages", "2"]
+    words += [word for preset in presets for word in ("--preset", preset)]
+    arguments = [sys.executable, "-m", "lightning_cyclic.cli.main", *words]
+    command = Command(arguments=arguments, is_forked=is_forked, folder=folder)
+    with Commands({"doctor": command}) as commands:
+        status, said = commands.end("doctor")
+    return status, said.splitlines()
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("host", ["lightning.pytorch", "pytorch_lightning"])
-def test_a_module_is_compared_with_its_plain_step(host, tmp_path):
-    done = verified(host, "Trained", "1f1b", "cyclic_dp", folder=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = [line.split()[:2] for line in done.stdout.splitlines()[1:3]]
-    assert rows == [["1f1b", "equal"], ["cyclic_dp", "equal"]]
+@pytest.mark.parametrize(
+    ("host", "is_forked"), [("lightning.pytorch", True), ("pytorch_lightning", False)]
+)
+def test_a_module_is_compared_with_its_plain_step(host, is_forked, tmp_path):
+    status, lines = verified(
+        host, "Trained", "1f1b", "cyclic_dp", folder=tmp_path, is_forked=is_forked
+    )
+    assert status == 0
+    *rows, last = lines[1:]
+    assert [line.split()[:2] for line in rows] == [["1f1b", "equal"], ["cyclic_dp", "equal"]]
+    assert last.startswith("all equal,")
 
 
 @pytest.mark.multi
 def test_a_module_whose_step_cannot_be_repeated_is_not_equal(tmp_path):
-    done = verified("lightning.pytorch", "Unrepeatable", "1f1b", folder=tmp_path)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.splitlines()[1].split()[:2] == ["1f1b", "unclear"]
-    assert "does not come out alike when it is run twice" in done.stdout
+    status, lines = verified(
+        "lightning.pytorch", "Unrepeatable", "1f1b", folder=tmp_path, is_forked=True
+    )
+    assert status == 1
+    assert lines[1].split()[:2] == ["1f1b", "unclear"]
+    assert "does not come out alike when it is run twice" in "\n".join(lines)

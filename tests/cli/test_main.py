@@ -198,7 +198,8 @@ def test_the_process():
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, DRAWN, "")
-    failed = subprocess.run(command("draw"), capture_output=True, text=True, check=False)
+    wrong = command("draw", "cyclic_dp", "--workers", "2", "--from", "99")
+    failed = subprocess.run(wrong, capture_output=True, text=True, check=False)
     assert (failed.returncode, failed.stdout) == (2, "")
 
 

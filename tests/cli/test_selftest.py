@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -52,28 +53,50 @@ def of_session(number: int) -> Iterator[str]:
             continue
 
 
-@pytest.mark.multi
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes there")
-def test_two_presets_and_a_limit_that_nobody_meets() -> None:
-    with ThreadPoolExecutor(2) as pool:
-        trials = pool.submit(run, "--preset", "1f1b", "--preset", "cyclic_dp",
-                             "--transport", "edges")  # fmt: skip
-        late = pool.submit(run, "--preset", "gpipe", "--limit-s", "0.01")
-    done = trials.result()
-    assert done.lines[0] == "2 workers on the CPU"
-    assert done.lines[-1] == "all equal"
-    rows = [line.split()[:-1] for line in done.lines[2:-1]]
+TWO = ["--preset", "1f1b", "--preset", "cyclic_dp", "--transport", "edges"]
+LATE = ["--preset", "gpipe", "--limit-s", "0.01"]
+
+
+def assert_all_equal(lines: list[str]) -> None:
+    assert lines[0] == "2 workers on the CPU"
+    assert lines[-1] == "all equal"
+    rows = [line.split()[:-1] for line in lines[2:-1]]
     assert rows == [
         ["1f1b", "1", "none", "8", "Lightning", "equal"],
         ["1f1b", "2", "by", "channel", "8", "one", "process", "equal"],
         ["cyclic_dp", "2", "by", "channel", "8", "one", "process", "equal"],
     ]
-    assert (done.status, done.left) == (0, [])
-    done = late.result()
-    assert done.lines[-1].startswith("2 not equal; what the workers wrote lies in ")
-    assert done.lines[3] == "    did not end within 0.01 s"
-    assert (done.status, done.left) == (1, [])
+
+
+def assert_late(lines: list[str]) -> None:
+    assert lines[-1].startswith("2 not equal; what the workers wrote lies in ")
+    assert lines[3] == "    did not end within 0.01 s"
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("arguments", "status", "look"), [(TWO, 0, assert_all_equal), (LATE, 1, assert_late)]
+)
+def test_two_presets_and_a_limit_that_nobody_meets(
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    look: Callable[[list[str]], None],
+) -> None:
+    assert main(["selftest", "--accelerator", "cpu", *arguments]) == status
+    look(capsys.readouterr().out.splitlines())
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.multi
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes there")
+def test_the_command_leaves_no_process() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        trials, late = (pool.submit(run, *arguments) for arguments in (TWO, LATE))
+    assert_all_equal(trials.result().lines)
+    assert_late(late.result().lines)
+    assert [x.result()[::2] for x in (trials, late)] == [(0, []), (1, [])]
 
 
 def test_a_word_on_each_outcome() -> None:

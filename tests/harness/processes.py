@@ -144,8 +144,8 @@ def run(
     stacks = [tempfile.NamedTemporaryFile("r") for _ in range(num_ranks)]  # noqa: SIM115
     try:
         for rank in range(num_ranks):
-            end, child_end = _context().Pipe(duplex=False)
-            process = _context().Process(
+            end, child_end = fork_server().Pipe(duplex=False)
+            process = fork_server().Process(
                 target=_child,
                 args=(child_end, Place(rank, num_ranks), port, stacks[rank].name, function, args),
                 daemon=True,
@@ -174,7 +174,8 @@ def run(
 
 
 @cache
-def _context() -> multiprocessing.context.ForkServerContext:
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """Return the context of the server that has imported what is heavy."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context

@@ -18,15 +18,15 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from tests.harness import processes
+from tests.harness.commands import until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES, CPUS = ("n0", "n1"), 4
@@ -82,19 +82,6 @@ def variable(pid: int, name: str) -> str | None:
     """Return a variable with which a process was started; None where it has none of that name."""
     pairs = (text.partition("=") for text in _environment_of(pid).decode().split("\0"))
     return next((value for key, _, value in pairs if key == name), None)
-
-
-def until(condition: Callable[[], Any], limit_s: float, what: str) -> Any:
-    """Return what a condition is, once it is true; ask it again and again.
-
-    Raises:
-        AssertionError: it was not within the limit, in seconds.
-    """
-    end = time.monotonic() + limit_s
-    while not (found := condition()):
-        assert time.monotonic() < end, f"{what}: not within {limit_s:g} s"
-        time.sleep(0.05)
-    return found
 
 
 @final

@@ -125,7 +125,7 @@ def as_the_rules_write(a):
     slack=st.sampled_from([0, 1, 2, 3, 7, 100]),
     num_steps=st.integers(1, 5),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=settings().max_examples // 5)
 def test_replicas_do_what_the_rules_say(**numbers):
     plan = make_plan(**numbers, sharding="optimizer")
     for w, program in enumerate(plan.programs):
@@ -173,7 +173,7 @@ def numbers(draw):
 
 
 @given(numbers())
-@settings(deadline=None, max_examples=max(100, settings().max_examples // 2))
+@settings(deadline=None, max_examples=settings().max_examples // 5)
 def test_any_numbers_make_a_program_that_holds(numbers):
     validate(make_plan(**numbers))
 

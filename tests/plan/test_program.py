@@ -90,7 +90,7 @@ def test_what_a_flush_has_done_is_left_out_of_later_blocks(plan):
     norms=st.sampled_from(["none", "owners", "all"]),
     flush_at=st.sets(st.integers(0, 5)),
 )
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=settings().max_examples // 5)
 def test_any_program_survives_any_flush(preset, num_stages, num_workers, slack, norms, flush_at):
     preset, _, late = preset.partition(", ")
     more = {"weights": "delayed", "num_microbatches": num_stages + slack % 4} if late else {}

@@ -27,7 +27,7 @@ def test_reads_the_step_before_whatever_exists(newest):
     assert [Delayed().forward(t, newest) for t in range(4)] == [0, 0, 1, 2]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=settings().max_examples // 3)
 @given(num_stages=st.integers(2, 6), more=st.integers(0, 4))
 def test_pipelined_keeps_two_versions(num_stages, more):
     plan = make_plan(
@@ -55,7 +55,7 @@ def test_never_older_than_two_versions_nor_newer_than_there_is():
     assert Freshest().forward(0, 0) == 0
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=settings().max_examples // 3)
 @given(
     num_stages=st.integers(1, 9),
     num_workers=st.integers(1, 6),
@@ -74,7 +74,7 @@ def test_general_rule_with_slack(num_stages, num_workers, slack):
                 assert plan.backward_reads(t, i, j) == plan.reads(t, i, j)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=settings().max_examples // 3)
 @given(num_stages=st.integers(2, 6), more=st.integers(0, 4))
 def test_pipelined_only_the_first_micro_batches_are_stale(num_stages, more):
     num_microbatches = num_stages - 1 + more
@@ -100,7 +100,7 @@ def test_replicated_two_versions_are_alive_but_no_worker_keeps_two():
     assert {peak for p in plan.programs for peak in live_versions(p).values()} == {1}
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=settings().max_examples // 3)
 @given(st.integers(1, 6))
 def test_reads_and_keeps_what_pipedream_does(num_stages):
     plan = make_plan(
@@ -116,7 +116,7 @@ def test_reads_and_keeps_what_pipedream_does(num_stages):
         assert live_versions(program) == {j: num_stages - j}
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=settings().max_examples // 3)
 @given(num_stages=st.integers(1, 6), num_microbatches=st.integers(1, 6))
 def test_accumulating_it_reads_as_many_updates_as_were_made(num_stages, num_microbatches):
     plan = make_plan(
@@ -141,7 +141,7 @@ def test_horizon_is_the_true_distance_also_in_warm_up(num_stages):
             assert plan.backward_reads(k, 0, j) == k
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=settings().max_examples // 3)
 @given(num_stages=st.integers(1, 6), num_microbatches=st.integers(1, 6))
 def test_horizon_counts_the_updates_in_the_program(num_stages, num_microbatches):
     plan = make_plan(

@@ -14,6 +14,7 @@ from lightning_cyclic.planner.ring import (
     sizes_of_groups,
 )
 from lightning_cyclic.simulate import Costs, Network, account, simulate
+from tests.harness.rows import more
 
 BANDWIDTH = 1.25e8
 
@@ -29,8 +30,10 @@ def cases():
         yield share * 0.1 * BANDWIDTH, network
 
 
-@pytest.mark.parametrize("num_workers", [2, 4])
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1"])
+@pytest.mark.parametrize(
+    ("preset", "num_workers"),
+    [("cyclic_dp", 2), more("cyclic_dp", 4), more("cyclic_dp_v1", 2), ("cyclic_dp_v1", 4)],
+)
 def test_hardly_any_other_plan_is_faster(preset, num_workers):
     for model_bytes, network in cases():
         cut = cut_of(model_bytes)

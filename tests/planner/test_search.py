@@ -11,6 +11,7 @@ from lightning_cyclic.planner.candidates import candidates
 from lightning_cyclic.planner.fit import Fitter
 from lightning_cyclic.planner.search import _have_same_programs, timed
 from lightning_cyclic.simulate import Network
+from tests.harness.rows import more
 
 from .profiles import profile_of, unit
 
@@ -68,7 +69,7 @@ def everything(given_):
         (2, 1e9, 1e7, 0.01),
         (2, 3e7, 1e8, 0.001),
         (2, 1.9e7, 1e6, 0.0),
-        (4, 3e7, 1e7, 0.001),
+        more(4, 3e7, 1e7, 0.001),
     ],
 )
 def test_the_ranking_is_that_of_all_candidates(num_workers, memory_bytes, bandwidth, latency_s):

@@ -80,7 +80,7 @@ def test_whoever_is_killed_while_writing_leaves_a_whole_file(tmp_path: Path) -> 
     write_whole(checkpoint(0, 200), path)
     for _ in range(4):
         before = path.stat().st_mtime_ns
-        child = processes._context().Process(target=write_for_ever, args=(path,))
+        child = processes.fork_server().Process(target=write_for_ever, args=(path,))
         child.start()
         until = time.monotonic() + 60
         while path.stat().st_mtime_ns == before and time.monotonic() < until:

@@ -134,7 +134,8 @@ def test_a_user_trains_a_translator_and_asks_for_its_bleu(compose_recipe, hub_ca
     train = [sys.executable, "recipes/train.py", f"hydra.run.dir={run}", *recipe]
     train += ["trainer.devices=2", "start_method=fork", "trainer.max_epochs=1"]
     env = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
-    with Commands({"train": Command(arguments=train, env=env, folder=ROOT)}) as commands:
+    command = Command(arguments=train, is_forked=True, env=env, folder=ROOT)
+    with Commands({"train": command}) as commands:
         text = commands.output("train")
     assert re.search(r"val perplexity +│ \d+\.\d{4}", text)
     (file,) = run.glob("metrics/checkpoints/*.ckpt")

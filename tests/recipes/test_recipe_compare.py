@@ -10,17 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from PIL import Image
 from rich.console import Console
 
-from recipes.compare import read_records, train_all
+from recipes.compare import read_records, report, train_all
 from recipes.compare_one import in_order_of, judged, whole_steps
 from recipes.compare_plot import plot_curves
 from recipes.compare_report import markdown_table, summaries, tables, write_csv
 from recipes.compare_runs import handed_on, plan_runs
 from recipes.datamodules.digits import Digits
-from tests.harness.commands import Command, Commands
+from tests.harness.commands import Command, Commands, Forked
+from tests.harness.rows import more
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = "experiment=compare_pipelines"
@@ -198,29 +200,58 @@ class TestReports:
 
 
 TINY = ["tasks=[digits]", "presets=[1f1b,wild]", "seeds=[0,1]", "jobs=2", "trainer.max_epochs=1"]
-TINY += ["trainer.limit_train_batches=8", "trainer.limit_val_batches=2", "model.net.width=4"]
+TINY += [
+    "trainer.limit_train_batches=8",
+    "trainer.limit_val_batches=2",
+    "model.net.width=4",
+]
 TINY += [
     "+compare.contenders.wild={preset: pipedream, num_microbatches: 1, optimizer: {lr: 1e30}}"
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """What the comparison writes to."""
-    return tmp_path_factory.mktemp("comparison")
+ALONE = [*TINY, "workers=1"]  # which runs all stages, and starts nobody else
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["forked", more("typed")])
+def folder(request, tmp_path_factory):
+    """What a comparison has written to; beside its files, what it printed."""
+    folder = tmp_path_factory.mktemp("comparison")
+    if request.param == "forked":
+        text = compared_by_forks(folder)
+    else:
+        script = [sys.executable, "recipes/train.py", EXPERIMENT, f"hydra.run.dir={folder}"]
+        typed = Command(arguments=[*script, *TINY], env={"COLUMNS": "120"}, folder=ROOT)
+        with Commands({"compare": typed}) as commands:
+            text = commands.output("compare")
+    (folder / "printed").write_text(text)
+    return folder
+
+
+def compared_by_forks(folder):
+    """Do what the command does that a user types, but for the interpreters that it starts."""
+    console = Console(record=True, width=120)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.compare.subprocess.run", forked)
+        patch.setattr("recipes.compare.get_console", lambda: console)
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            cfg = compose("train", [EXPERIMENT, f"paths.output_dir={folder}", *ALONE])
+            runs = plan_runs(cfg, handed_on(ALONE))
+        report(train_all(runs, folder / "runs.jsonl", folder / "runs", jobs=cfg.jobs), folder)
+    return console.export_text()
+
+
+def forked(command, stdout, stderr, env, check):
+    arguments = list(map(str, command))
+    Forked(Command(arguments=arguments, is_forked=True, folder=ROOT), env, stdout.name).wait()
+
+
+@pytest.fixture
 def printed(folder):
-    """What the command prints that a user types."""
-    script = [sys.executable, "recipes/train.py", EXPERIMENT, f"hydra.run.dir={folder}"]
-    command = Command(arguments=[*script, *TINY], env={"COLUMNS": "120"}, folder=ROOT, limit_s=200)
-    with Commands({"compare": command}) as commands:
-        return commands.output("compare")
+    return (folder / "printed").read_text()
 
 
 @pytest.mark.multi
-@pytest.mark.slow
 @pytest.mark.timeout(260)
 class TestComparison:
     """Two contenders, one of which does not train, and two seeds, as a user compares them."""
@@ -229,7 +260,7 @@ class TestComparison:
         assert re.search(r"1f1b +│ 0\.\d{4} ± 0\.\d{4} │ +\d\.\d{4} ± .* 0 of 2", printed)
         assert re.search(r"wild +│ +diverged │ +diverged │ +│ +2 of 2", printed)
 
-    def test_files_hold_all_curves(self, printed, folder):
+    def test_files_hold_all_curves(self, folder):
         lines = list(csv.DictReader((folder / "runs.csv").read_text().splitlines()))
         trained = [line for line in lines if line["contender"] == "1f1b"]
         for seed in "01":
@@ -240,9 +271,7 @@ class TestComparison:
             assert image.width > 1000
 
     @pytest.mark.exhaustive
-    def test_a_stopped_comparison_goes_on_with_what_is_missing(
-        self, printed, folder, plan, capsys
-    ):
+    def test_a_stopped_comparison_goes_on_with_what_is_missing(self, folder, plan, capsys):
         results = folder / "runs.jsonl"
         before = dict(read_records(results))
         runs = plan(*TINY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 
 import lightning as L
@@ -12,6 +13,8 @@ from hydra import compose
 from hydra.core.utils import setup_globals
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+
+from tests.harness.rows import chosen
 
 CONF = Path(__file__).parents[2] / "conf"
 CHOICES = [
@@ -28,6 +31,8 @@ MODELS_FOR_TEXT = {  # which has no image channels
 }
 EXPERIMENTS = [choice for choice in CHOICES if choice.startswith("experiment=")]
 PIPELINES = ["gpipe", "1f1b", "cyclic_pipeline", "pipedream_2bw", "cyclic_mp"]
+IMAGE_MODELS = ["digits_resnet", "resnet18", "resnet50"]
+IMAGE_DATA = ["digits", "cifar10", "imagenet"]
 PRESETS = [
     "cyclic_dp",
     "cyclic_dp_v1",
@@ -54,8 +59,12 @@ def test_every_experiment_makes_its_module_and_data(compose_recipe, choice):
     assert isinstance(instantiate(cfg.data), L.LightningDataModule)
 
 
-@pytest.mark.parametrize("data", ["digits", "cifar10", "imagenet"])
-@pytest.mark.parametrize("model", ["digits_resnet", "resnet18", "resnet50"])
+@pytest.mark.parametrize(
+    ("model", "data"),
+    chosen(
+        product(IMAGE_MODELS, IMAGE_DATA), list(zip(IMAGE_MODELS, IMAGE_DATA[::-1], strict=True))
+    ),
+)
 def test_every_image_model_fits_every_image_data_set(compose_recipe, model, data):
     cfg = compose_recipe(f"model={model}", f"data={data}")
     assert cfg.model.net.num_classes == cfg.task.num_classes
@@ -86,8 +95,13 @@ def test_strategies_with_a_plan_are_made_by_name(compose_recipe, name):
     assert isinstance(instantiate(cfg.strategy), L.pytorch.strategies.DDPStrategy)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-@pytest.mark.parametrize("choice", ["data=digits", "experiment=byte_lm"])
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    chosen(
+        product(["data=digits", "experiment=byte_lm"], PIPELINES),
+        [("data=digits", name) for name in PIPELINES] + [("experiment=byte_lm", "1f1b")],
+    ),
+)
 def test_batches_are_cut_into_as_many_micro_batches_for_two_and_four_stages(
     compose_recipe, name, choice
 ):
@@ -104,7 +118,7 @@ def test_single_means_one_device_in_every_experiment(compose_recipe):
         assert (instantiate(cfg.strategy), cfg.trainer.devices) == ("auto", 1)
 
 
-@pytest.mark.parametrize("choice", EXPERIMENTS)
+@pytest.mark.parametrize("choice", chosen(EXPERIMENTS, EXPERIMENTS[::4]))
 def test_evaluation_is_on_one_device_whatever_trained(compose_recipe, choice):
     assert compose_recipe(choice).trainer.logger is False
     cfg = compose("eval", [choice, "paths.output_dir=here"])

@@ -1,4 +1,4 @@
-"""A user's script under torchrun, which tests/faults.py disturbs.
+"""A user's script under torchrun, which tests/scripts/faults.py disturbs.
 
 python -m tests.scripts.faulted FOLDER PRESET NODES DEVICES STEPS LIMIT_S
 

@@ -117,7 +117,7 @@ class Job:
                 self._befall(fault)
                 if fault.kind not in UNNOTICED:
                     self._until(
-                        lambda b=begins, f=fault: _names(self._said(b), f) or self._again(f)
+                        lambda b=begins, f=fault: names(self._said(b), f) or self._again(f)
                     )
                     self._until(lambda b=before: self._is_done or self._pid(0) not in (0, b))
                 self._until(lambda s=step: self._is_done or self.step > s)
@@ -138,8 +138,7 @@ class Job:
     @property
     def step(self) -> int:
         """Return how many steps have been made."""
-        file = self.folder / "step"
-        return int(file.read_text()) if file.exists() else 0
+        return step_of(self.folder)
 
     def close(self) -> None:
         """End all that there is of it."""
@@ -303,7 +302,7 @@ def _num_bytes(pid: int) -> int:
     return pages * resource.getpagesize()
 
 
-def _names(said: str, fault: Fault) -> bool:
+def names(said: str, fault: Fault) -> bool:
     """Say whether a log names the rank to which something has happened, and what."""
     r = fault.rank
     words = {
@@ -322,6 +321,12 @@ def _names(said: str, fault: Fault) -> bool:
 
 
 # ---------------------------------------------------------------------- what is left of a job
+
+
+def step_of(folder: Path) -> int:
+    """Return how many steps the job of a folder has made."""
+    file = folder / "step"
+    return int(file.read_text()) if file.exists() else 0
 
 
 def assert_as_unbroken(folder: Path, unbroken: Path) -> None:

@@ -1,7 +1,7 @@
 """A user's script, which test_launchers.py starts in every way that there is.
 
-python tests/launched.py OUT STRATEGY                        one word for the Trainer
-python tests/launched.py OUT cli --trainer.strategy=...      LightningCLI
+python tests/scripts/launched.py OUT STRATEGY                        one word for the Trainer
+python tests/scripts/launched.py OUT cli --trainer.strategy=...      LightningCLI
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ class Tiny(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
-def fit(out: Path, strategy: object, **place: int) -> None:
-    trainer = Trainer(
+def make_trainer(strategy: object, **place: int) -> Trainer:
+    return Trainer(
         strategy=strategy, accelerator="cpu", max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **place,
     )  # fmt: skip
-    module = Tiny()
+
+
+def fit(out: Path, strategy: object, **place: int) -> None:
+    trainer, module = make_trainer(strategy, **place), Tiny()
     trainer.fit(module)
     save(out, trainer, module)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 import warnings
 from contextlib import redirect_stdout
@@ -21,9 +19,9 @@ from benchmarks.data_parallel.sharded_lockstep import step_s
 from benchmarks.rounds import results_in
 from lightning_cyclic.simulate import Costs, Network
 from tests.harness import processes
-from tests.harness.commands import NOT_INHERITED
+from tests.harness.commands import Command, Commands
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 400
 ONE_MORE = pytest.mark.exhaustive
 ON_LINKS = [
@@ -31,20 +29,19 @@ ON_LINKS = [
     pytest.mark.skipif(not Hosts.is_possible(), reason="network namespaces need root on Linux"),
 ]
 
-pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 30)]
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(LIMIT_S + 30)]
 
 
-def smallest(command: str) -> str:
-    """Run a benchmark in its smallest form in a fresh interpreter; return what it printed."""
-    env = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SHOW_ERRORS": "1"}
+def smallest(command: str, is_forked: bool = False) -> str:
+    """Run a benchmark in its smallest form, by default in a fresh interpreter; return its text."""
     name, *options = shlex.split(command)
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", name, "--smoke", *options], env=env, cwd=ROOT,
-        timeout=LIMIT_S, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    arguments = [sys.executable, "-m", "benchmarks", name, "--smoke", *options]
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SHOW_ERRORS": "1"}
+    benchmark = Command(
+        arguments=arguments, is_forked=is_forked, env=env, folder=ROOT, limit_s=LIMIT_S
+    )
+    with Commands({name: benchmark}) as commands:
+        return commands.output(name)
 
 
 def figures(text: str, row: str) -> list[float]:
@@ -64,7 +61,6 @@ SPARSE = ["bf16-mixed", "bf16-true", "compressed"]
 @pytest.mark.parametrize(
     ("command", "rows"),
     [
-        ("pipeline --loop", ["torch 1f1b", "torch gpipe", *WAYS[:2]]),
         pytest.param("pipeline", ["torch 1f1b", "torch gpipe", *WAYS], marks=ONE_MORE),
         pytest.param("replicated", REPLICATED, marks=ONE_MORE),
         pytest.param("pipeline --only a", ["loop plain", *WAYS], marks=ONE_MORE),
@@ -87,12 +83,7 @@ SPARSE = ["bf16-mixed", "bf16-true", "compressed"]
     ],
 )  # fmt: skip
 def test_every_contender_has_a_row_of_times_and_ratios(command, rows):
-    text = smallest(command)
-    for row in rows:
-        found = figures(text, row)
-        assert found
-        assert min(found) >= 0
-        assert max(found) > 0
+    assert_rows_of_figures(smallest(command), rows)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +94,7 @@ def test_every_contender_has_a_row_of_times_and_ratios(command, rows):
     ],
 )
 def test_what_is_printed_are_numbers(command, row, count):
-    assert len(figures(smallest(command), row)) == count
+    assert len(figures(smallest(command, is_forked=True), row)) == count
 
 
 def in_ranks(name, payload, num_workers, network=None):
@@ -120,16 +111,37 @@ def rank(name, payload):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"),
-    [("replicated", REPLICATED), ("sharding", SHARDED), ("stagger", ["one step takes"])],
+    ("command", "rows"),
+    [
+        ("replicated --strategies alone ddp cyclic_dp", ["ddp", "cyclic_dp"]),
+        ("sharding", SHARDED),
+        ("stagger", ["one step takes"]),
+    ],
 )
-def test_replicated_workers_print_a_row_for_each_strategy(name, rows, monkeypatch, capsys):
+def test_replicated_workers_print_a_row_for_each_strategy(command, rows, monkeypatch, capsys):
+    name = command.partition(" ")[0]
     monkeypatch.setattr(f"benchmarks.{INDEX[name].module}.start", in_ranks)
-    main([name, "--smoke"])
-    text = capsys.readouterr().out
+    assert_rows_of_figures(here(command, capsys), rows)
+
+
+def test_teams_that_train_a_pipeline_print_a_row_for_each_contender(monkeypatch, capsys):
+    for name in ("PYTHONPATH", "OMP_NUM_THREADS"):  # which are set for a server of its own
+        monkeypatch.setenv(name, "")
+    assert_rows_of_figures(here("pipeline --loop", capsys), ["torch 1f1b", "loop gpipe"])
+
+
+def here(command, capsys):
+    """Run a benchmark in its smallest form, by this process; return its text."""
+    name, *options = shlex.split(command)
+    main([name, "--smoke", *options])
+    return capsys.readouterr().out
+
+
+def assert_rows_of_figures(text, rows):
     for row in rows:
-        assert min(figures(text, row)) >= 0
-        assert max(figures(text, row)) > 0
+        found = figures(text, row)
+        assert min(found) >= 0
+        assert max(found) > 0
 
 
 @ONE_MORE

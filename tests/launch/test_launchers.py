@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,27 +20,28 @@ from tests.harness.rows import more
 from tests.harness.trainers import assert_same
 from tests.scripts import launched
 
-# four launches start at once, of several interpreters each, beside other tests
-pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.multi
 
+ROOT = Path(__file__).parents[2]
 Weights = dict[str, Tensor]
-SCRIPT = [sys.executable, launched.__file__]
+SCRIPT = [launched.__file__]
 TORCHRUN = [
-    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-    launched.__file__,
+    "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", launched.__file__
 ]  # fmt: skip
+FORKED = ["-m", "tests.harness.agent", "2", "0", launched.__name__]
 CLI = [
     "cli", "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_epochs=1",
     "--trainer.logger=false", "--trainer.enable_checkpointing=false",
     "--trainer.enable_progress_bar=false", "--seed_everything=false",
 ]  # fmt: skip
-LAUNCHES = {  # name -> command; behind it the file for the weights, and more arguments
+LAUNCHES = {  # name -> what Python is given; behind it the file for the weights, and more
     "spawn": (SCRIPT, ["cyclic_dp_spawn"]),
     "torchrun": (TORCHRUN, ["cyclic_dp"]),
+    "torchrun, forked": (FORKED, ["cyclic_dp"]),
     "popen": (SCRIPT, ["cyclic_dp"]),
     "fork": (SCRIPT, ["cyclic_dp_fork"]),
     "cli, name": (SCRIPT, [*CLI, "--trainer.strategy=cyclic_dp_fork"]),
-    "cli, class": (SCRIPT, [*CLI, "--config={config}"]),  # by popen
+    "cli, class": (SCRIPT, [*CLI, "--config={config}"]),
 }
 BY_CLASS = """
 trainer:
@@ -48,6 +50,7 @@ trainer:
     init_args:
       preset: cyclic_dp
       slack: 2
+      start_method: fork
       stages: [net.3, net.5]
 """
 
@@ -66,7 +69,10 @@ def weights_of(
         arguments = [text.format(config=config) for text in arguments]
         # else Lightning takes one that anybody's connection may have until it listens
         env = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_PORT": str(processes.free_port())}
-        return Command(arguments=[*script, str(folder / name), *arguments], env=env, limit_s=200)
+        return Command(
+            arguments=[sys.executable, *script, str(folder / name), *arguments], is_forked=True,
+            env=env, folder=ROOT,
+        )  # fmt: skip
 
     names = asked_for(request, "launch")
     with Commands({name: command(name) for name in names}) as commands:
@@ -93,16 +99,30 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return by_hand(tmp_path_factory.mktemp("by_hand") / "out", CyclicStrategy("cyclic_dp"))
 
 
-WITH_CLI = ["popen", "fork"]  # which it does, too, below and by name
+# others begin interpreters, as README's lines do by popen; by fork it is launched by name, too
+FEW = ["torchrun, forked", "cli, name"]
 
 
 @pytest.mark.parametrize(
-    "launch", [more(x) if x in WITH_CLI else x for x in LAUNCHES if x != "cli, class"]
+    "launch", [x if x in FEW else more(x) for x in LAUNCHES if x != "cli, class"]
 )
 def test_every_launcher_ends_with_the_same_bits(
     launch: str, weights_of: Callable[[str], Weights], expected: Weights
 ) -> None:
     assert_same(weights_of(launch), expected)
+
+
+def fit_copy(out: Path) -> None:
+    """Train what comes out of a pickle, which is all that a rank has that is spawned."""
+    trainer = launched.make_trainer(CyclicStrategy("cyclic_dp"), devices=1, num_nodes=2)
+    copied, module = pickle.loads(pickle.dumps((trainer, launched.Tiny())))
+    copied.fit(module)
+    launched.save(out, copied, module)
+
+
+def test_what_is_spawned_is_pickled(expected: Weights, tmp_path: Path) -> None:
+    processes.run(fit_copy, 2, tmp_path / "out")
+    assert_same(torch.load(tmp_path / "out"), expected)
 
 
 class OfActors(LightningEnvironment):

@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from tests.harness import processes, slurm
-from tests.harness.commands import Command, Commands
-from tests.harness.slurm import Cluster, Job, until
+from tests.harness.commands import Command, Commands, until
+from tests.harness.slurm import Cluster, Job
 from tests.harness.trainers import assert_same
 from tests.recipes.recipe_ranks import ROOT, train_rank
 

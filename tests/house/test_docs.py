@@ -26,7 +26,7 @@ from lightning_cyclic.plan.presets import AXES
 from lightning_cyclic.plugin.checks import RUNNABLE
 from tests.harness.commands import Command, Commands
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
@@ -129,7 +129,9 @@ def test_python_of_readme_trains(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(BEFORE + code + BEHIND)
     env = {"GLOO_SOCKET_IFNAME": "lo"}
-    command = Command(arguments=[sys.executable, str(script)], env=env, folder=tmp_path)
+    command = Command(
+        arguments=[sys.executable, str(script)], is_forked=True, env=env, folder=tmp_path
+    )
     with Commands({"readme": command}) as running:
         output = running.output("readme")
     assert "rank 0 has trained" in output
