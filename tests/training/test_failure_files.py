@@ -20,8 +20,7 @@ from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.flight_recorder import FOLDER
 from tests.harness import processes
 from tests.harness.trainers import make_trainer
-from tests.modules.classifier import MicroBatches, loader
-from tests.test_failures import (
+from tests.harness.troubles import (
     Troubled,
     TroubledStage,
     batches,
@@ -32,6 +31,7 @@ from tests.test_failures import (
     said_by,
     strategy_of,
 )
+from tests.modules.classifier import MicroBatches, loader
 
 pytestmark = pytest.mark.multi
 
