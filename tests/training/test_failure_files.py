@@ -121,7 +121,7 @@ def test_of_a_folder_that_cannot_be_written_the_error_says_so_last(tmp_path: Pat
     assert re.fullmatch("ZeroDivisionError: the batch is broken\n" + said.format(1), own)
     assert re.fullmatch(
         r"lightning_cyclic\.errors\.PeerError: rank 1 on \S+ .*failed in step 3: "
-        r"ZeroDivisionError: the batch is broken \(test_failures.py:\d+\); this rank \(0\) "
+        r"ZeroDivisionError: the batch is broken \(troubles.py:\d+\); this rank \(0\) "
         r"stopped because of it\. Look at the log of rank 1\.\n" + said.format(0),
         other,
     )

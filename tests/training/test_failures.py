@@ -128,7 +128,7 @@ def test_a_worker_that_fails_and_lives_on_holds_up_nobody(
     for r, (text, ended_at) in zip(set(range(num_ranks)) - {bad}, ends, strict=True):
         reason = (
             f"{name_of(bad)} failed in step {step}: ZeroDivisionError: the batch is broken "
-            r"\(test_failures.py:\d+\);"
+            r"\(troubles.py:\d+\);"
         )
         assert re.match(reason, text), text
         assert preset not in PIPELINES or f"(stage {num_ranks - 1 - bad}) failed" in text
