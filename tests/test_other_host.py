@@ -51,7 +51,7 @@ def pytest_sessionfinish() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("rows", "least"), [(FEW, 7), pytest.param("", 60, marks=pytest.mark.exhaustive)]
+    ("rows", "least"), [(FEW, 7), pytest.param("", 45, marks=pytest.mark.exhaustive)]
 )
 def test_parity(rows: str, least: int, tmp_path: Path) -> None:
     under_the_other_host(tmp_path)
