@@ -51,7 +51,7 @@ def test_rates_per_epoch(preset: str) -> None:
         more("cyclic_dp_v1", 2, 7, 2, {"stages": 4}),
         ("lockstep_dp", 2, 7, 2, {"stages": 4}),
         ("cyclic_zero", 2, 7, 2, {"stages": 4}),
-        ("cyclic_dp", 4, 8, 3, {"stages": 8, "slack": 2}),
+        ("cyclic_dp", 3, 8, 3, {"stages": 6, "slack": 2}),
     ],
     ids=in_words,
 )
@@ -85,7 +85,7 @@ def test_pipelines_add_batches_up(
 def test_what_two_replicas_have_added_up_is_clipped() -> None:
     flags = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     job = Job(case="gpt2", num_steps=8, flags=tuple(flags.items()))
-    ranks = pipelines(job, 4, preset="1f1b", stages=2, replicas=2)
+    ranks = pipelines(job, 2, preset="1f1b", stages=2, replicas=2)
     assert_equals_plain(ranks, job, exact_metrics=False)
 
 
