@@ -26,9 +26,10 @@ EXTRAS = ".[recipes,cli,test]"
 SHOWN = ("torch", "lightning", "numpy", "transformers")
 SUITES = {
     "parity": (
-        "tests/test_strategy_parity.py", "tests/test_pipeline_parity.py",
-        "tests/test_flow_parity.py", "tests/test_single_device.py", "tests/test_hooks.py",
-        "tests/test_registration.py", "tests/test_freezing.py", "tests/test_meta.py",
+        "tests/training/test_parity.py", "tests/training/test_draws.py",
+        "tests/training/test_one_device.py", "tests/training/test_hooks.py",
+        "tests/plugin/test_registration.py", "tests/training/test_freezing.py",
+        "tests/training/test_meta.py",
     ),
     "parts": ("tests/runtime", "tests/plugin", "tests/planner", "tests/cli"),
     "recipes": ("tests/recipes",),

@@ -326,6 +326,14 @@ CASES: dict[str, Case] = {
     "benchmark": told(benchmark=True),
     "gradient norms": told(partial(GradientNorms, 1), behind=totals, num_epochs=2),
     "device statistics": told(lc.DeviceStatsMonitor, logger=True),
+    "many flags": told(
+        partial(lc.LearningRateMonitor, "step"), partial(lc.LambdaCallback, on_fit_end=_nothing),
+        partial(lc.Timer, "00:01:00:00"), partial(lc.ModelSummary, 2), lc.TQDMProgressBar,
+        partial(lc.ThroughputMonitor, batch_size_fn=len, window_size=2), lc.DeviceStatsMonitor,
+        kind=e.Measured, logger=True, log_every_n_steps=1, enable_progress_bar=True,
+        enable_model_summary=True, deterministic=True, profiler="simple",
+        limit_val_batches=1, inference_mode=False,
+    ),
 }  # fmt: skip
 if hasattr(lc, "EMAWeightAveraging"):  # from Lightning 2.6 on
     CASES["averaged weights"] = told(

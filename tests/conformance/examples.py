@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.conformance.modules import CLASSES, ROWS, SIZE, Plain, vectors
+from tests.conformance.modules import CLASSES, ROWS, SIZE, Plain, SharedStep, vectors
 
 PIXELS, SAMPLES, WORDS = 8, 160, 32
 
@@ -209,7 +209,7 @@ class Contrasted(Plain):
         self.log("val_near", (self(batch["left"][0]) - self(batch["right"][0])).norm())
 
 
-class Measured(Plain):
+class Measured(SharedStep):
     """Says how much it computes, for those who measure."""
 
     @property

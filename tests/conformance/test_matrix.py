@@ -13,13 +13,21 @@ pytestmark = pytest.mark.multi
 
 
 ALIKE = {  # rows of which others show the same by default, here or elsewhere
-    # test_pipeline_parity.py trains these networks, test_precisions.py in these precisions
+    # tests/training trains these networks and precisions, clips and stops so, and refuses these
     "inception", "lstm", "siamese", "cls_token", "frozen", "bert", "llama", "vit", "mixtral",
-    "bf16-mixed", "bf16-true", "64-true",
-    # test_strategy_features.py and test_pipeline_features.py have these flags and callbacks
-    "accumulated", "clipped by value", "max_steps", "early stopping",
-    # training/test_refusals.py and test_flow_features.py see these refused
-    "skipping", "clipped by the norm of all",
+    "bf16-mixed", "bf16-true", "64-true", "accumulated", "clipped by value", "max_steps",
+    "early stopping", "skipping", "clipped by the norm of all", "limited embedding",
+    "sparse embedding", "moving teacher, later", "in place", "gathers", "counted steps",
+    # "unet" has glue between stages and returns a dict, "many flags" trains on the shared step,
+    # "moving loss" counts, too, and "thawing" does by hand what "fine-tuning" does in a callback
+    "skips", "gives more", "shared step", "counter", "fine-tuning", "statistics",
+    # "t5", "low rank", "audio classifier", "Muon" and "validated in mid epoch" have more in them
+    "whisper", "gpt2 with LoRA", "word classifier", "Lion", "read in hooks",
+    "validated every other epoch", "without a sanity check",
+    # "many flags" has these at once; benchmark=True says nothing to a CPU
+    "deterministic", "benchmark", "simple profiler", "lambda callback", "timer", "rate monitor",
+    "model summary", "progress bar", "throughput", "device statistics", "limited batches",
+    "without inference mode", "logged every step",
 }  # fmt: skip
 
 

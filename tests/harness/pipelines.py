@@ -1,8 +1,9 @@
-"""Train the modules of tests.modules.cases: in a pipeline, and plainly, one micro-batch each.
+"""Train the modules of tests.modules.cases: under any preset, and plainly, one micro-batch each.
 
 Micro-batch i of step t is batch k = t * num_microbatches + i of its case. The plain run's loader
 yields them one by one and accumulates num_microbatches of them; a pipeline's yields those of a
-step joined (with replicas > 1: every replicas-th of them, for the replica's number).
+step joined (with replicas > 1: every replicas-th of them, for the replica's number). Of workers
+that run whole micro-batches, as many as there are of these, each gets its own.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_cyclic import PRESETS
 from tests.harness import processes
 from tests.harness.processes import here
 from tests.harness.trainers import assert_same, make_trainer, weights_of
@@ -41,6 +45,7 @@ class Job:
         seed: set when the module has been made.
         module: made in place of the case's.
         flags: more of the Trainer's flags, as pairs.
+        plugins: make what the Trainer is plugged with, on each rank.
     """
 
     case: str
@@ -52,6 +57,7 @@ class Job:
     seed: int = 5
     module: Callable[..., LightningModule] | None = None
     flags: tuple[tuple[str, Any], ...] = ()
+    plugins: tuple[Callable[[], Any], ...] = ()
 
     def make(self) -> LightningModule:
         return (self.module or CASES[self.case].make)(dropout=self.dropout)
@@ -110,15 +116,22 @@ def loader(job: Job, replicas: int | None = None) -> DataLoader[Any]:
 
 
 class StepLosses(Callback):
-    """Read behind each batch what was logged and what training_step returned."""
+    """Read the rate before each batch; behind it what was logged and returned, and the scale."""
 
     def __init__(self) -> None:
         self.logged: list[float] = []
         self.returned: list[float] = []
+        self.scales: list[float] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
         self.logged.append(float(trainer.callback_metrics["train_loss_step"]))
         self.returned.append(float(outputs["loss"]))
+        if scaler := getattr(trainer.precision_plugin, "scaler", None):
+            self.scales.append(scaler.get_scale())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +146,8 @@ class Run:
     def outcome(self) -> Outcome:
         """Return what tests compare."""
         plan = getattr(self.trainer.strategy, "plan", None)
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        state = scaler.state_dict() if scaler else {}
         return {
             "weights": weights_of(self.module),
             "metrics": {name: float(x) for name, x in self.trainer.callback_metrics.items()},
@@ -141,34 +156,65 @@ class Run:
             "global_step": self.trainer.global_step,
             "epoch": self.trainer.current_epoch,
             "num_stages": plan and plan.num_stages,
+            "plan": plan,
+            "stage_of": dict(getattr(self.trainer.strategy, "stage_of", {})),
+            "rates": list(self.seen.rates),
+            "scales": list(self.seen.scales),
+            "scaler": (state.get("scale"), state.get("_growth_tracker")),
         }
 
 
 def prepare(
     job: Job, strategy: dict[str, Any] | None, callbacks: Sequence[Callback] = (), **more: Any
 ) -> Run:
-    """Make module, Trainer and batches of this rank: a pipeline, or plain without a strategy."""
+    """Make module, Trainer and batches of this rank: by a strategy, or plain without one."""
     seen, flags, replicas = StepLosses(), dict(job.flags) | more, None
     if strategy is None:
         flags["accumulate_grad_batches"] = job.num_microbatches * flags.get(
             "accumulate_grad_batches", 1
         )
+    elif here().num_ranks > 1 and PRESETS[strategy["preset"]].placement == "replicated":
+        replicas = job.num_microbatches
+        assert replicas == here().num_ranks
     else:
         replicas = strategy.get("replicas", 1)
         strategy = {"num_microbatches": job.num_microbatches // replicas} | strategy
-    trainer = make_trainer(
-        strategy or "auto", max_epochs=job.num_epochs, callbacks=[seen, *callbacks], **flags
-    )
+    if job.plugins:
+        flags["plugins"] = [make() for make in job.plugins]
+    callbacks = [seen, *callbacks, *flags.pop("callbacks", ())]
+    flags = {"max_epochs": job.num_epochs} | flags
+    trainer = make_trainer(strategy or "auto", callbacks=callbacks, **flags)
     module = job.make()
     seed_everything(job.seed, verbose=False)
     return Run(trainer, module, loader(job, replicas), seen)
 
 
-def fit(job: Job, strategy: dict[str, Any] | None) -> Outcome:
-    """Train on this rank; return what tests compare."""
-    run = prepare(job, strategy)
-    run.trainer.fit(run.module, run.batches)
+def fit(
+    job: Job, strategy: dict[str, Any] | None, file: Path | None = None, **flags: Any
+) -> Outcome:
+    """Train on this rank, from a file if one is given; return what tests compare."""
+    run = prepare(job, strategy, **flags)
+    validates = "val_check_interval" in dict(job.flags) | flags
+    run.trainer.fit(run.module, run.batches, loader(job, 1) if validates else None, ckpt_path=file)
     return run.outcome()
+
+
+def fit_validating(job: Job, strategy: dict[str, Any] | None) -> Outcome:
+    """Train on this rank, with validation in the middle of epochs."""
+    return fit(job, strategy, val_check_interval=2, limit_val_batches=2)
+
+
+def save(job: Job, strategy: dict[str, Any] | None, folder: Path, step: int) -> None:
+    """Train on this rank until behind a step, of which a checkpoint is written: step=N.ckpt."""
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=step, save_top_k=-1)
+    flags = {"max_steps": step + 2, "enable_checkpointing": True}
+    fit(job, strategy, callbacks=[saver], **flags)
+
+
+def fit_in_two(job: Job, strategy: dict[str, Any] | None, folder: Path, step: int) -> Outcome:
+    """Train until behind a step, and from there on in a new Trainer."""
+    save(job, strategy, folder, step)
+    return fit(job, strategy, folder / f"step={step}.ckpt")
 
 
 @cache
@@ -185,7 +231,7 @@ def reference(job: Job) -> Outcome:
 def pipelines(
     job: Job, num_ranks: int, *args: Any, function: Callable[..., Any] = fit, **strategy: Any
 ) -> list[Outcome]:
-    """Return what the function returns on the ranks of a pipeline of 2 or 4 stages."""
+    """Return what the function returns on ranks; 2 or 4 stages begin where the case says."""
     if strategy.get("stages") in (2, 4):
         strategy["stages"] = CASES[job.case].cuts(strategy["stages"])
     return processes.run(function, num_ranks, job, strategy, *args, time_limit_s=90.0)

@@ -38,3 +38,13 @@ def in_turn(*axes: Sequence[Any]) -> list[Any]:
         values = (axis[k % len(axis)] for axis in axes)
         rows.append([x for v in values for x in (v if isinstance(v, tuple) else (v,))])
     return [tuple(row) for row in rows]
+
+
+def in_words(x: Any) -> str | None:
+    """Return the id of a value of a row: of a mapping what is in it, of a class its name."""
+    if isinstance(x, type):
+        return x.__name__
+    if not isinstance(x, dict):
+        return None
+    values = (v if isinstance(v, int | float | str) else "..." for v in x.values())
+    return ",".join(f"{k}={v}" for k, v in zip(x, values, strict=True)) or "plain"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -41,6 +42,8 @@ class Result:
         messages: that rank 0 has logged.
         stage_of: parameter -> stage.
         global_step: updates done.
+        found: what was looked for.
+        warned: warnings that were expected.
     """
 
     error: str = ""
@@ -53,6 +56,8 @@ class Result:
     messages: Sequence[str] = ()
     stage_of: dict[str, int] = field(default_factory=dict)
     global_step: int = 0
+    found: Any = None
+    warned: Sequence[str] = ()
 
 
 class Losses(Callback):
@@ -72,6 +77,9 @@ def run(
     num_ranks: int = 2,
     *,
     data: Callable[[], Any],
+    valid: Callable[[], Any] | None = None,
+    look: Callable[[Any, Any], Any] | None = None,
+    expects: Sequence[str] = (),
     **flags: Any,
 ) -> list[Result]:
     """Train on ranks, and return what each has at the end, be it an error.
@@ -81,29 +89,47 @@ def run(
         strategy: its options, of which "preset" is one; or a name.
         num_ranks: how many processes train.
         data: makes what is trained on, on each rank.
-        **flags: of the Trainer.
+        valid: makes what is validated on, on each rank.
+        look: returns what is found, of the Trainer and the module when the fit has ended.
+        expects: beginnings of warnings that are no errors.
+        **flags: of the Trainer; and ckpt_path, from which the fit goes on.
 
     Raises:
         RanksFailedError: a rank died, or did not end.
     """
-    args = make, strategy, data, {"max_epochs": 1} | flags
+    args = make, strategy, data, valid, look, expects, {"max_epochs": 1} | flags
     return processes.run(_train, num_ranks, *args, time_limit_s=40, after_failure_s=20)
+
+
+def trained(*args: Any, **more: Any) -> list[Result]:
+    """Train as :func:`run` does, where nothing may go wrong."""
+    ends = run(*args, **more)
+    for rank, end in enumerate(ends):
+        assert not end.error, f"rank {rank}: {end.error}: {end.text}"
+    return ends
 
 
 def _train(
     make: Callable[[], LightningModule],
     strategy: dict[str, Any] | str,
     data: Callable[[], Any],
+    valid: Callable[[], Any] | None,
+    look: Callable[[Any, Any], Any] | None,
+    expects: Sequence[str],
     flags: dict[str, Any],
 ) -> Result:
     begun, said, losses = time.monotonic(), Said(), Losses()
     if isinstance(strategy, dict):
         strategy = {"timeout": timedelta(seconds=TIMEOUT_S)} | strategy
+    flags["callbacks"] = [losses, *flags.get("callbacks", ())]
+    ckpt_path = flags.pop("ckpt_path", None)
     try:
         module = make()
-        callbacks = [losses, *(flags.pop("callbacks", ()))]
-        trainer = make_trainer(strategy, callbacks=callbacks, **flags)
-        trainer.fit(module, data())
+        with warnings.catch_warnings(record=bool(expects)) as caught:
+            for text in expects:
+                warnings.filterwarnings("always", message=text)
+            trainer = make_trainer(strategy, **flags)
+            trainer.fit(module, data(), valid and valid(), ckpt_path=ckpt_path)
     except BaseException as error:
         notes = getattr(error, "__notes__", ())
         return Result(type(error).__name__, str(error), notes, time.monotonic() - begun)
@@ -115,6 +141,8 @@ def _train(
         messages=said.lines,
         stage_of=dict(getattr(trainer.strategy, "stage_of", {})),
         global_step=trainer.global_step,
+        found=look and look(trainer, module),
+        warned=[str(each.message) for each in caught or ()],
     )
 
 

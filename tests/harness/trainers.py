@@ -15,7 +15,7 @@ from lightning_cyclic import PRESETS, CyclicStrategy, PipelineStrategy
 from lightning_cyclic.plan.presets import AXES
 from lightning_cyclic.registration import make_strategy
 from tests.harness.processes import here
-from tests.modules.classifier import Classifier, MicroBatches, loader
+from tests.modules.classifier import Classifier, micro_batches
 
 
 def make_trainer(strategy: Any, **flags: Any) -> Trainer:
@@ -48,12 +48,12 @@ def strategy_of(strategy: Any) -> Any:
 
 def train_data(module: Classifier, num_batches: int) -> DataLoader[Any]:
     """Return the loader of so many batches per worker."""
-    return loader(MicroBatches(module.kind, num_batches * here().num_ranks))
+    return micro_batches(module.kind, num_batches)
 
 
 def valid_data(module: Classifier, num_batches: int = 2) -> DataLoader[Any]:
     """Return the loader of so many other batches per worker."""
-    return loader(MicroBatches(module.kind, num_batches * here().num_ranks, seed=1))
+    return micro_batches(module.kind, num_batches, seed=1)
 
 
 def fit(

@@ -1,4 +1,4 @@
-"""Conformance under `pytorch_lightning`: the matrix, with all imports of `lightning` replaced.
+"""Parity and conformance under `pytorch_lightning`, with all imports of `lightning` replaced.
 
 In every run of the tests tests/cli/test_doctor.py compares a few steps of that host's Trainer.
 """
@@ -48,14 +48,15 @@ def pytest_sessionfinish() -> None:
 @pytest.mark.multi
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
-def test_the_matrix_of_every_day(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tests", ["training/test_parity.py", "conformance"])
+def test_rows_of_every_day(tests: str, tmp_path: Path) -> None:
     under_the_other_host(tmp_path)
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "tests/conformance"],
+        [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", f"tests/{tests}"],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     passed = re.search(r"(\d+) passed", ran.stdout)
     assert passed is not None
-    assert int(passed[1]) >= 60, ran.stdout
+    assert int(passed[1]) >= 40, ran.stdout

@@ -449,6 +449,51 @@ class ChangesWithin(Chain):
                 its.lerp_(mine, 0.1)
 
 
+class TiedEnds(Chain):
+    """Uses the weight of its first layer in its last one, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].weight = self.layers[0].weight
+
+
+class ReturnsOther(Chain):
+    """Returns what no step may.
+
+    Args:
+        returned: that.
+    """
+
+    def __init__(self, returned: Any) -> None:
+        super().__init__()
+        self.returned = returned
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.returned
+
+
+class Steep(Chain):
+    """Has gradients that float16 cannot hold."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return 1e9 * super().training_step(batch, batch_idx)
+
+
+class HalvesGradients(Chain):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.trainer.strategy.updated_parameters:  # type: ignore[attr-defined]
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
+class SumsParameters(Chain):
+    """Reads all parameters between its layers' last call and its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.01 * sum(p.square().sum() for p in self.parameters())
+
+
 class UpdatesInBackward(Chain):
     """Updates each parameter as soon as its gradient is there, in a hook."""
 

@@ -130,6 +130,18 @@ def loader(data: Dataset[Any]) -> DataLoader[Any]:
     return Resumable(data, batch_size=None, sampler=sampler, shuffle=False)
 
 
+def one_each(data: Callable[[int], Any], num_batches: int) -> DataLoader[Any]:
+    """Return the loader of so many batches per worker, where batch k is made from k."""
+    rank, num = here().rank, here().num_ranks
+    rows = [data(num * t + rank) for t in range(num_batches)]
+    return DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+
+
+def micro_batches(kind: str, num_batches: int, seed: int = 0) -> DataLoader[Any]:
+    """Return the loader of so many batches per worker."""
+    return loader(MicroBatches(kind, num_batches * here().num_ranks, seed))
+
+
 # ---------------------------------------------------------------------- optimizers
 
 

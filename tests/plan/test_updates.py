@@ -219,3 +219,40 @@ def test_whole_steps_know_of_the_updates_that_all_workers_have_read(
     for t in range(6):
         read = [plan.reads(t, i, j) for i in range(4) for j in range(4)]
         assert plan.ended_before(t) == min(read) == max(t - late, 0)
+
+
+@pytest.mark.parametrize("num_microbatches", [3, 4, 7])
+def test_no_stage_waits_for_a_norm(num_microbatches: int) -> None:
+    plan = make_plan(
+        "pipedream_2bw", num_stages=4, num_workers=4, num_microbatches=num_microbatches,
+        num_steps=6,
+        late_updates=True,
+    )  # fmt: skip
+    ends = [
+        plan.slot(Kind.B, 2, num_microbatches - 1, j) for j in range(4)
+    ]  # the last, of stage 0
+    for program in plan.programs:
+        (update,) = [a for a in program if a.kind is Kind.UPDATE and a.t == 2]
+        first = next(a for a in program if a.kind is Kind.F and a.v == 3)
+        assert max(ends) < update.s == first.s
+
+
+def test_gradients_of_the_next_step_come_before_a_late_update() -> None:
+    """So runs would fail the tests of clipping if a stage mixed the two that it holds then."""
+    plan = make_plan("pipedream_2bw", num_stages=4, num_workers=4, num_steps=6, late_updates=True)
+    program = [a for a in plan.programs[3] if a.kind in (Kind.B, Kind.UPDATE)]
+    at = next(n for n, a in enumerate(program) if a.kind is Kind.UPDATE and a.t == 2)
+    assert {a.t for a in program[:at] if a.kind is Kind.B} == {0, 1, 2, 3}
+
+
+def test_replicas_exchange_gradients_once_per_update() -> None:
+    plan = make_plan("pipedream_2bw", num_stages=2, num_workers=6, num_microbatches=12, replicas=3)
+    for w, program in enumerate(plan.programs):
+        replica, stage = divmod(w, 2)
+        of_step = [a for a in program if a.t == 2]
+        sums = [(a.kind, a.peer) for a in of_step if a.payload in (Payload.S, Payload.T)]
+        before, after = (Kind.RECV, w - 2), (Kind.SEND, w + 2)
+        assert sums == [before] * (replica > 0) + [after] * (replica < 2)
+        versions = [a for a in program if a.payload is Payload.P and a.v == 3]
+        assert [a.kind for a in versions] == ([Kind.SEND] * 2 if replica == 2 else [Kind.RECV])
+        assert plan.owner(stage) == 4 + stage

@@ -7,11 +7,13 @@ import random
 import resource
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import _atomic_save
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
@@ -22,8 +24,9 @@ from lightning_cyclic.plugin.checkpoint_file import check_file, part_of, write_w
 from tests.harness import processes
 from tests.harness.interrupted import contents, difference
 from tests.harness.rows import more
-from tests.harness.trainers import assert_same, make_trainer, train_data, weights_of
-from tests.modules.classifier import Classifier
+from tests.harness.runs import Result, run, trained
+from tests.harness.trainers import assert_same
+from tests.modules.classifier import Classifier, micro_batches
 
 
 def checkpoint(seed: int = 0, size: int = 40) -> dict[str, Any]:
@@ -106,21 +109,28 @@ def test_a_disk_that_takes_nothing_is_named_and_the_old_file_stays(tmp_path: Pat
     assert [x.name for x in tmp_path.iterdir()] == ["a.ckpt"]
 
 
-def fit(
-    strategy: Any, folder: Path, num_steps: int, path: str | Path = "last", plugins: Any = ()
-) -> Any:
-    module = Classifier("batchnorm_mlp", "adamw")
+def train(
+    strategy: Any, folder: Path, num_steps: int, path: str | Path = "last", plugins: Any = (),
+    how: Any = trained,
+) -> list[Result]:  # fmt: skip
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_last=True)
-    trainer = make_trainer(
-        strategy,
-        max_steps=num_steps,
-        max_epochs=-1,
-        enable_checkpointing=True,
-        callbacks=[saver],
-        plugins=[*plugins],
-    )
-    trainer.fit(module, train_data(module, 3), ckpt_path=path)
-    return trainer.ckpt_path, trainer.global_step, weights_of(module)
+    ends: list[Result] = how(
+        partial(Classifier, "batchnorm_mlp", "adamw"), strategy,
+        data=partial(micro_batches, "vectors", 3), look=begun_by, callbacks=[saver],
+        enable_checkpointing=True, max_steps=num_steps, max_epochs=-1, plugins=[*plugins],
+        ckpt_path=path,
+    )  # fmt: skip
+    return ends
+
+
+def begun_by(trainer: Any, module: Any) -> Any:
+    return trainer.ckpt_path
+
+
+def assert_ends(ranks: list[Result], expected: list[Result], num_steps: int) -> None:
+    for rank in ranks:
+        assert rank.global_step == num_steps
+        assert_same(rank.weights, expected[0].weights)
 
 
 @pytest.mark.multi
@@ -129,25 +139,25 @@ def fit(
 )
 def test_a_run_goes_on_from_the_last(preset: str, is_folder: bool, tmp_path: Path) -> None:
     strategy = {"preset": preset, "save_distributed_checkpoint": is_folder}
-    (_, _, expected), *_ = processes.run(fit, 2, strategy, tmp_path / "whole", 8)
+    expected = train(strategy, tmp_path / "whole", 4)
     mine, last = tmp_path / "mine", tmp_path / "mine" / "last.ckpt"
-    assert [began for began, *_ in processes.run(fit, 2, strategy, mine, 4)] == [None, None]
+    assert [rank.found for rank in train(strategy, mine, 2)] == [None, None]
     part_of(last).write_bytes(b"of a run that was killed, and newer")
-    for began, step, weights in processes.run(fit, 2, strategy, mine, 8):
-        assert (began, step) == (str(last), 8)
-        assert_same(weights, expected)
+    ranks = train(strategy, mine, 4)
+    assert [rank.found for rank in ranks] == [str(last)] * 2
+    assert_ends(ranks, expected, 4)
 
 
 @pytest.mark.multi
 @pytest.mark.skipif(not hasattr(async_plugin, "_clone_tensor"), reason="Lightning copies nothing")
 def test_lightnings_thread_writes_the_same(tmp_path: Path) -> None:
-    files = [tmp_path / name / "step=4.ckpt" for name in ("now", "later")]
+    files = [tmp_path / name / "step=2.ckpt" for name in ("now", "later")]
     for file, plugins in zip(files, ([], [AsyncCheckpointIO()]), strict=True):
-        processes.run(fit, 2, "pipedream_2bw", file.parent, 5, "last", plugins)
+        train("pipedream_2bw", file.parent, 3, plugins=plugins)
     assert difference(*map(contents, files)) is None
     file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(processes.RanksFailedError, match="is no whole archive of torch.save"):
-        processes.run(fit, 2, "1f1b", tmp_path, 8, file, [AsyncCheckpointIO()])
+    for end in train("1f1b", tmp_path, 8, file, [AsyncCheckpointIO()], run):
+        assert "is no whole archive of torch.save" in end.text
 
 
 class Elsewhere(CheckpointIO):
@@ -168,26 +178,42 @@ class Elsewhere(CheckpointIO):
 
 @pytest.mark.multi
 def test_files_of_ones_own_are_left_to_whoever_writes_them(tmp_path: Path) -> None:
-    (_, _, expected), *_ = processes.run(fit, 2, "cyclic_dp", tmp_path / "whole", 8)
+    expected = train("cyclic_dp", tmp_path / "whole", 4)
     for name, its in (("now", Elsewhere), ("later", lambda: AsyncCheckpointIO(Elsewhere()))):
         mine = tmp_path / name
-        processes.run(fit, 2, "cyclic_dp", mine, 4, "last", [its()])
-        file = mine / "step=4.ckpt"
+        train("cyclic_dp", mine, 2, plugins=[its()])
+        file = mine / "step=2.ckpt"
         assert file.read_bytes()[:4] == b"mine"
-        for _, step, weights in processes.run(fit, 2, "cyclic_dp", mine, 8, file, [its()]):
-            assert step == 8
-            assert_same(weights, expected)
+        assert_ends(train("cyclic_dp", mine, 4, file, [its()]), expected, 4)
 
 
 @pytest.mark.multi
 def test_all_ranks_refuse_a_damaged_file(tmp_path: Path) -> None:
-    processes.run(fit, 2, "1f1b", tmp_path, 2)
+    train("1f1b", tmp_path, 2)
     path = tmp_path / "last.ckpt"
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     path.write_bytes(damaged)
-    with pytest.raises(processes.RanksFailedError) as caught:
-        processes.run(fit, 2, "1f1b", tmp_path, 4, path)
-    for rank in (0, 1):
-        said = f"ConfigurationError: the checkpoint {path} has been changed since it was written"
-        assert said in caught.value.errors[rank]
+    said = f"the checkpoint {path} has been changed since it was written"
+    for end in train("1f1b", tmp_path, 4, path, how=run):
+        assert end.error == "ConfigurationError"
+        assert said in end.text
+
+
+def check_alone(path: Path, reader: int) -> str:
+    dist.init_process_group("gloo", rank=processes.here().rank, world_size=2)
+    try:
+        check_file(path, reads=processes.here().rank == reader)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("reader", [0, 1])
+def test_what_one_rank_of_a_host_reads_all_refuse(reader: int, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(b"no archive")
+    said = processes.run(check_alone, 2, path, reader)
+    assert said[0] == said[1]
+    assert "has 10 bytes and is no whole archive" in said[0]

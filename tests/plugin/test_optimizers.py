@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_cyclic.errors import ConfigurationError, CyclicError
+from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.optimizers import Written, check_parted, updates_each, without_closure
-from tests.harness import processes
-from tests.harness.trainers import assert_same, make_trainer, weights_of
+from tests.harness.runs import run, trained
+from tests.harness.trainers import assert_same, weights_of
 from tests.modules import optimizers as o
 from tests.references import asynchronous
 
@@ -190,24 +191,13 @@ def batches() -> list[Tensor]:
     return list(torch.randn(NUM_STEPS, 3, 4, generator=g))
 
 
-def fit() -> dict[str, Any]:
-    module = Net()
-    starts = [f"layers.{k}" for k in (1, 2, 3)]
-    trainer = make_trainer(
-        {"preset": "pipedream", "num_microbatches": 1, "stages": starts}, max_epochs=1
-    )
-    trainer.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
+def loader() -> DataLoader[Any]:
+    return DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+
+
+def counted(trainer: Any, module: Net) -> int:
     (group,) = trainer.optimizers[0].param_groups
-    return {"weights": weights_of(module), "step": group["step"]}
-
-
-def fit_with_closure(strategy: dict[str, Any]) -> str:
-    try:
-        trainer = make_trainer(strategy, max_epochs=1)
-        trainer.fit(Net(Calls), DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
-    except CyclicError as error:
-        return str(error)
-    return "trained"
+    return int(group["step"])
 
 
 @pytest.mark.multi
@@ -219,16 +209,18 @@ def test_a_closure_is_for_presets_that_update_within_a_step(
     preset: str, num_microbatches: int | None, num_ranks: int
 ) -> None:
     strategy = {"preset": preset, "num_microbatches": num_microbatches}
-    for text in processes.run(fit_with_closure, num_ranks, strategy):
+    for end in run(partial(Net, Calls), strategy, num_ranks, data=loader):
         if preset == "1f1b":
-            assert text == "trained"
+            assert not end.error, end
         else:
-            assert "Calls.step() calls its closure" in text
+            assert "Calls.step() calls its closure" in end.text
 
 
 @pytest.mark.multi
 def test_each_stage_counts_its_steps_where_several_are_under_way() -> None:
-    (run,) = processes.run(fit, 1)
+    starts = [f"layers.{k}" for k in (1, 2, 3)]
+    strategy = {"preset": "pipedream", "num_microbatches": 1, "stages": starts}
+    (one,) = trained(Net, strategy, 1, data=loader, look=counted)
     module = Net()
     asynchronous.train(
         module, [list(layer.parameters()) for layer in module.layers],
@@ -236,5 +228,5 @@ def test_each_stage_counts_its_steps_where_several_are_under_way() -> None:
         lambda net, t, _: net.training_step(batches()[t], t),
         rule="stashed", num_microbatches=1, num_steps=NUM_STEPS,
     )  # fmt: skip
-    assert run["step"] == NUM_STEPS
-    assert_same(run["weights"], weights_of(module))
+    assert one.found == NUM_STEPS
+    assert_same(one.weights, weights_of(module))

@@ -192,3 +192,59 @@ class LiveStorages(TorchDispatchMode):
     def num_bytes(self) -> int:
         self._known = {k: v for k, v in self._known.items() if not v[0].expired()}
         return sum(n for _, n in self._known.values())
+
+
+class MaskedMasters:
+    """Update float32 master weights by gradients that are multiplied by masks.
+
+    Args:
+        module: whose weights get what the masters are, rounded.
+        masks: name -> mask.
+        dtype: of the weights.
+        clip: largest norm of all gradients together.
+    """
+
+    def __init__(
+        self, module: Any, masks: dict[str, Tensor], dtype: torch.dtype, clip: float | None = None
+    ) -> None:
+        self._weights = dict(module.named_parameters())
+        self._masks, self._clip = masks, clip
+        self._masters = {
+            n: nn.Parameter(p.detach().float().clone()) for n, p in self._weights.items()
+        }
+        module.to(dtype)
+        for p in self._weights.values():
+            p.grad_dtype = None  # masters are given sums as they are
+        module.parameters = lambda *_: iter(self._masters.values())  # type: ignore[method-assign]
+        made = module.configure_optimizers()
+        del module.parameters  # type: ignore[method-assign]
+        schedulers: list[Any] = []
+        if isinstance(made, tuple):
+            (made,), schedulers = made
+        self._optimizer, self.schedulers = made, schedulers
+        self.param_groups = made.param_groups
+        self._write()
+
+    def step(self) -> None:
+        for n, p in self._weights.items():
+            grad = None if p.grad is None else p.grad.float() * self._masks.get(n, 1)
+            self._masters[n].grad = grad
+        if self._clip:  # by norms in the order of the optimizer
+            name_of = {p: n for n, p in self._masters.items()}
+            each = [p for group in self._optimizer.param_groups for p in group["params"]]
+            grads = {name_of[p]: p.grad for p in each if p.grad is not None}
+            kept = [g[self._masks[n]] if n in self._masks else g for n, g in grads.items()]
+            total = torch.nn.utils.get_total_norm(kept)
+            torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._clip, total)
+        self._optimizer.step()
+        self._write()
+
+    def zero_grad(self) -> None:
+        for p in self._weights.values():
+            p.grad = None
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        for n, master in self._masters.items():
+            master.mul_(self._masks.get(n, 1))
+            self._weights[n].copy_(master)

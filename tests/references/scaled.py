@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 FIRST_SCALE, GROWS_AFTER = 2.0**24, 3
 
@@ -22,22 +23,20 @@ class Scaled:
         optimizer: steps where gradients are finite.
         stages: the parameters of each.
         together: skip all stages if one has gradients that are not finite; else that one.
-        max_norm: clip by a norm, if one is given: over all stages that decide together.
         late: steps before the last whose outcome the scale of a step does not follow from yet.
         state: scale and updates since it was last changed, at first.
     """
 
     def __init__(
-        self, optimizer: Optimizer, stages: list[list[nn.Parameter]], *, together: bool,
-        max_norm: float | None = None, late: int = 0, state: tuple[float, int] = (FIRST_SCALE, 0),
+        self, optimizer: Any, stages: list[list[nn.Parameter]], *, together: bool,
+        late: int = 0, state: tuple[float, int] = (FIRST_SCALE, 0),
     ) -> None:  # fmt: skip
         self.skipped: list[int] = []  # stages, by step
         self.states = [state]
-        self.zero_grad = optimizer.zero_grad
+        self.param_groups, self.zero_grad = optimizer.param_groups, optimizer.zero_grad
         self._optimizer = optimizer
         self._stages = stages
-        self._together = together
-        self._max_norm = max_norm
+        self.together = together
         self._late = late
 
     def scale(self, t: int) -> float:
@@ -52,12 +51,7 @@ class Scaled:
                 grad.mul_(1.0 / self.scale(t))
             if not all(bool(grad.isfinite().all()) for grad in grads):
                 bad.append(j)
-        skips = list(range(len(self._stages))) if bad and self._together else bad
-        if self._max_norm is not None:
-            ps = [p for group in self._optimizer.param_groups for p in group["params"]]
-            apart = [{id(p) for p in stage} for stage in self._stages]
-            for ids in [set().union(*apart)] if self._together else apart:
-                nn.utils.clip_grad_norm_([p for p in ps if id(p) in ids], self._max_norm)
+        skips = list(range(len(self._stages))) if bad and self.together else bad
         for j in skips:
             for p in self._stages[j]:
                 p.grad = None

@@ -37,7 +37,7 @@ from tests.harness.trainers import (
     valid_data,
 )
 from tests.modules.classifier import Classifier
-from tests.test_meta import LEAN, STAGED, Late, here_of
+from tests.modules.late import LEAN, STAGED, Late, here_of
 
 pytestmark = pytest.mark.multi
 NUM_BATCHES, NUM_EPOCHS = 3, 2  # 6 steps

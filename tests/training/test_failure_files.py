@@ -20,8 +20,7 @@ from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.flight_recorder import FOLDER
 from tests.harness import processes
 from tests.harness.trainers import make_trainer
-from tests.modules.classifier import MicroBatches, loader
-from tests.test_failures import (
+from tests.harness.troubles import (
     Troubled,
     TroubledStage,
     batches,
@@ -32,6 +31,7 @@ from tests.test_failures import (
     said_by,
     strategy_of,
 )
+from tests.modules.classifier import MicroBatches, loader
 
 pytestmark = pytest.mark.multi
 
@@ -121,7 +121,7 @@ def test_of_a_folder_that_cannot_be_written_the_error_says_so_last(tmp_path: Pat
     assert re.fullmatch("ZeroDivisionError: the batch is broken\n" + said.format(1), own)
     assert re.fullmatch(
         r"lightning_cyclic\.errors\.PeerError: rank 1 on \S+ .*failed in step 3: "
-        r"ZeroDivisionError: the batch is broken \(test_failures.py:\d+\); this rank \(0\) "
+        r"ZeroDivisionError: the batch is broken \(troubles.py:\d+\); this rank \(0\) "
         r"stopped because of it\. Look at the log of rank 1\.\n" + said.format(0),
         other,
     )

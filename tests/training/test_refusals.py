@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -16,18 +16,22 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import MPSAccelerator
+from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_cyclic import PRESETS, CyclicStrategy, PipelineStrategy
+from lightning_cyclic import PRESETS, CyclicStrategy, PipelineStrategy, SparseStatePrecision
 from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan.presets import AXES
 from lightning_cyclic.plugin.checks import check_trainer
+from tests.harness import processes
 from tests.harness.processes import here
 from tests.harness.rows import in_turn, more
 from tests.harness.runs import SOON_S, Result, line_of, run
-from tests.harness.trainers import assert_same
+from tests.harness.trainers import assert_same, make_trainer
 from tests.modules import chains as m
+from tests.references.pruned import random_masks
+from tests.references.scaled import precision
 
 # ---------------------------------------------------------------------- before any process
 
@@ -74,6 +78,16 @@ PIPELINE = partial(PipelineStrategy, "1f1b")
         (PipelineStrategy, {"preset": F1B | {"placement": "single"}, "stages": "measured"},
          "stages='measured'", "use stages='auto', a number", "use "),
         (PipelineStrategy, {"preset": F1B | {"sharding": "optimizer"}}, "optimizer", "none", ""),
+        (CyclicStrategy, {"group_size": 0}, "group_size=0", "whole numbers from 1 on", "use "),
+        (CyclicStrategy, {"reduce_dtype": "int8"}, "dtype='int8'", "'fp32', 'bf16'", "use "),
+        (PIPELINE, {"reduce_dtype": "bf16"}, "'bf16' with preset '1f1b', which does", "", ""),
+        (partial(PipelineStrategy, "pipedream_2bw"), {"reduce_dtype": "bf16"},
+         "reduce_dtype='bf16' with preset 'pipedream_2bw', which does not use it", "", ""),
+        (PIPELINE, {"error_feedback": True}, "error_feedback=True with preset '1f1b', which does "
+         "not use it", "", "use "),
+        (PIPELINE, {"error_feedback": 1}, "error_feedback=1", "True or False", "use "),
+        (partial(CyclicStrategy, "lockstep_dp"), {"error_feedback": True},
+         "with preset 'lockstep_dp', which does not use it", "", "use "),
     ],
 )  # fmt: skip
 def test_options(
@@ -130,6 +144,7 @@ BATCHES: dict[str, Callable[[int], list[Any]]] = {  # step -> batch
     "no tensor": lambda t: ["text", 3],
     "no rows": lambda t: [torch.zeros(0, 6)],
     "scalars": lambda t: [torch.tensor(1.0)],
+    "fewer rows": lambda t: [whole(t)[0][: 6 - 3 * t]],
 }
 ON_RANK_1: dict[str, Callable[[int], list[Any]]] = {
     "other structure": lambda t: whole(t) * 2,
@@ -165,6 +180,23 @@ def ragged(drop_last: bool) -> Any:
 GPIPE = {"preset": "gpipe", "num_microbatches": NUM_MICRO}
 
 
+FLOW = {"preset": "cyclic_pipeline", "num_microbatches": NUM_MICRO, "stages": ["layers.2"]}
+FOUR = ["layers.1", "layers.2", "layers.3"]
+
+
+class OnEachRank:
+    """Become what is made, by pickling."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __reduce__(self) -> Any:
+        return self.make, ()
+
+
+PRUNED = [OnEachRank(partial(SparseStatePrecision, sparsity=0.5))]
+
+
 def pipeline(*stages: str, **more: Any) -> dict[str, Any]:
     return GPIPE | {"stages": list(stages)} | more
 
@@ -181,6 +213,7 @@ class Refusal:
         num_ranks: how many train.
         data: the kind of batches.
         by: "all", each with its own error, or "one", whose reason others may repeat instead.
+        flags: of the Trainer.
     """
 
     module: Callable[[], LightningModule]
@@ -190,10 +223,11 @@ class Refusal:
     num_ranks: int = 2
     data: str = "good"
     by: str = "one"
+    flags: dict[str, Any] = field(default_factory=dict)
 
     def ends(self) -> list[Result]:
-        data = partial(batches, self.data)
-        return run(self.module, self.strategy, self.num_ranks, data=data, max_epochs=2)
+        flags = {"data": partial(batches, self.data), "max_epochs": 2} | self.flags
+        return run(self.module, self.strategy, self.num_ranks, **flags)
 
     def check(self) -> None:
         assert_refused(self.ends(), self.error, *self.says, by=self.by)
@@ -225,9 +259,9 @@ def all_refuse(
 
 def one_refuses(
     module: Callable[[], Any], error: str, *says: str, strategy: dict[str, Any],
-    num_ranks: int = 2, data: str = "good",
+    num_ranks: int = 2, data: str = "good", **flags: Any,
 ) -> Refusal:  # fmt: skip
-    return Refusal(module, error, says, strategy, num_ranks, data)
+    return Refusal(module, error, says, strategy, num_ranks, data, flags=flags)
 
 
 @pytest.mark.multi
@@ -307,6 +341,50 @@ def one_refuses(
                       strategy=pipeline("layers.2"))
           for data, says in [("no tensor", ("no tensor", "micro-batches")),
                              ("no rows", ("no samples", "[0, 6]")), ("scalars", ("dim",))]),
+        one_refuses(m.Chain, "StepError", "gave 3 micro-batches, but num_microbatches=4",
+                    data="fewer rows", num_ranks=1,
+                    strategy={"preset": "cyclic_dp", "num_microbatches": 4}),
+        # pipelines without a flush
+        one_refuses(m.Chain, "ConfigurationError", "accumulate_grad_batches=2",
+                    "allowed: 1; use larger", strategy=FLOW, accumulate_grad_batches=2),
+        *(one_refuses(m.Chain, "ConfigurationError", 'clip_norm="global"',
+                      'allowed: clip_norm="stage"', gradient_clip_val=1.0,
+                      strategy=FLOW | {"preset": preset, "clip_norm": "global"})
+          for preset in ("cyclic_pipeline", "cyclic_mp")),
+        one_refuses(m.Chain, "PlanError", "num_microbatches=2 with num_stages=4",
+                    "num_microbatches=3 or more", strategy=FLOW | {"stages": FOUR}),
+        one_refuses(m.Chain, "PlanError", "num_microbatches=3 with num_stages=4",
+                    "num_microbatches=4",
+                    strategy={"preset": "cyclic_mp", "num_microbatches": 3, "stages": FOUR}),
+        *(one_refuses(m.TiedEnds, "PlanError", "weights 'predicted'", "allowed: ", "one stage",
+                      num_ranks=num_ranks,
+                      strategy=FLOW | {"preset": "pipeoptim", "num_microbatches": 1})
+          for num_ranks in (1, 2)),
+        # what Lightning refuses, in its own words
+        *(one_refuses(partial(m.ReturnsOther, returned), "MisconfigurationException", says,
+                      strategy=GPIPE, num_ranks=1)
+          for returned, says in [(0.5, "must return a Tensor, a dict"),
+                                 ({"los": 1}, "the 'loss' key")]),
+        # precisions, and what travels
+        one_refuses(m.HalvesGradients, "StepError", "changed in step 0 before they were clipped",
+                    strategy={"preset": "cyclic_dp_v1", "stages": 4}, gradient_clip_val=0.02,
+                    plugins=[precision()]),
+        one_refuses(m.Steep, "StepError", "reduce_dtype='fp16' sends none above 65504",
+                    "gradients have an element of ",
+                    strategy={"preset": "cyclic_dp", "reduce_dtype": "fp16"}),
+        all_refuse(m.Chain, "PlanError", "group_size=3 with 2 workers; all groups have as many",
+                   stages=4, group_size=3),
+        # compressed states
+        *(one_refuses(m.Chain, "ConfigurationError", "SparseStatePrecision", says, plugins=PRUNED,
+                      strategy=strategy)
+          for strategy, says in [
+              (FLOW | {"preset": "spectrain", "num_microbatches": 1},
+               "preset='spectrain', which predicts weights"),
+              ({"preset": "cyclic_dp", "save_distributed_checkpoint": True},
+               "save_distributed_checkpoint=True"),
+              (FLOW | {"error_feedback": True}, "error_feedback=True")]),
+        one_refuses(m.TiedEnds, "PlanError", "'shared' does not fit tied=", plugins=PRUNED,
+                    strategy=FLOW | {"preset": "cyclic_mp"}),
         # its steps
         *(one_refuses(partial(m.Fails, how), "StepError", says,
                       strategy=pipeline("layers.2", preset="1f1b"))
@@ -328,6 +406,8 @@ def one_refuses(
                     strategy={"preset": "cyclic_dp", "stages": 4}),
         one_refuses(m.TwoBackwards, "StepError", "one backward that reaches each parameter once",
                     strategy={"preset": "cyclic_dp", "stages": 4}),
+        one_refuses(m.SumsParameters, "StepError", "is read on rank",
+                    strategy={"preset": "cyclic_zero", "stages": ["layers.2"]}),
         *(one_refuses(m.StatisticsLater, "StepError", "buffer 'layers.1.num_batches_tracked'",
                       "changed after it had been handed on",
                       strategy={"preset": preset, "stages": ["layers.2"]})
@@ -398,6 +478,57 @@ def test_streams_of_different_length(preset: str) -> None:
         assert end.error in ("StepError", "ConfigurationError", "PeerError"), end
         assert "number" in end.text
         assert "batches" in end.text
+
+
+def fit_unlike(what: str, preset: str) -> None:
+    """Train on ranks that have been given something else each."""
+    strategy: dict[str, Any] = {"preset": preset}
+    flags: dict[str, Any] = {}
+    if what == "masks":
+        masks = random_masks(m.Chain(), kept=0.3 + 0.1 * here().rank)
+        flags["plugins"] = [SparseStatePrecision(masks)]
+    else:
+        strategy["reduce_dtype"] = "bf16" if here().rank else None
+    if preset == "gpipe":
+        strategy |= {"replicas": 2, "stages": 1, "num_microbatches": 2}
+    make_trainer(strategy, max_epochs=1, **flags).fit(m.Chain(), batches("good"))
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("what", "preset", "says"),
+    [
+        ("masks", "cyclic_dp", ["ranks differ in masks: ", "layers"]),
+        *(("dtype", preset, [f"StepError: ranks differ in the arguments of {door}: ",
+                             "reduce_dtype=None", "reduce_dtype='bf16'"])
+          for preset, door in [("cyclic_dp", "CyclicStrategy"), ("gpipe", "PipelineStrategy")]),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_ranks_that_are_given_something_else_each(
+    what: str, preset: str, says: Sequence[str]
+) -> None:
+    with pytest.raises(processes.RanksFailedError) as caught:
+        processes.run(fit_unlike, 2, what, preset)
+    assert len(caught.value.errors) == 2
+    for text in caught.value.errors.values():
+        for part in says:
+            assert part in text
+
+
+def fit_with_transformer_engine(preset: str) -> None:
+    run = make_trainer(preset, max_epochs=1)
+    # its constructor wants the package, which needs a GPU to be built
+    plugin = TransformerEnginePrecision.__new__(TransformerEnginePrecision)
+    run.strategy._precision_plugin = plugin
+    run.fit(m.Chain(), batches("good"))
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b"])
+def test_transformer_engine(preset: str) -> None:
+    with pytest.raises(processes.RanksFailedError, match="keeps the scales of FP8 numbers"):
+        processes.run(fit_with_transformer_engine, 2, preset)
 
 
 # ---------------------------------------------------------------------- right here, refused there

@@ -14,8 +14,8 @@ import pytest
 from lightning_cyclic.registration import make_strategy
 from tests.harness import processes
 from tests.harness.trainers import make_trainer
+from tests.harness.troubles import assert_stopped, name_of
 from tests.modules.classifier import Classifier, MicroBatches, loader
-from tests.test_failures import assert_stopped, name_of
 
 pytestmark = pytest.mark.multi
 

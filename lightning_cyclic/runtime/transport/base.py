@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 from typing_extensions import override
 
 from lightning_cyclic.plan.actions import Payload
@@ -135,12 +136,22 @@ class Line:
     def start(self, way: Way, data: Tensor, rank: int, tag: int) -> dist.Work:
         """Begin to send or receive.
 
+        A profiler that is on must not see it: torch notes the end of a message in the profiler's
+        memory, whenever it comes, and a message that is posted early may end when that is gone.
+
         Raises:
             RuntimeError: the peer has gone.
         """
+        is_profiled = profiler._is_profiler_enabled
         with self._posting:
-            work: dist.Work = getattr(self.group, way)([data], rank, tag)
-            return work
+            if is_profiled:
+                torch._C._autograd._enable_record_function(False)  # of this thread
+            try:
+                work: dist.Work = getattr(self.group, way)([data], rank, tag)
+            finally:
+                if is_profiled:
+                    torch._C._autograd._enable_record_function(True)
+        return work
 
     def disconnect(self) -> None:
         """End the group, of which no member needs anything any longer; all members call it.

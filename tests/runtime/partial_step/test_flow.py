@@ -89,11 +89,13 @@ PLANS = [
     ("cyclic_mp", 2, 3, 2), ("cyclic_mp", 2, 2, 4), ("cyclic_mp", 4, 10, 4),
     ("cyclic_mp", 4, 4, 4), ("cyclic_mp", 4, 4, 7), ("cyclic_mp", 4, 1, 4),
 ]  # fmt: skip
+SOME = [PLANS[k] for k in (2, 3, 7, 10, 12, 15, 19)]  # of each preset the ones that differ most
 EACH = [  # with one optimizer and the other in turn
-    (numbers, optimizer) if (j + k) % 2 == 0 else more(numbers, optimizer)
+    (numbers, optimizer) if numbers in SOME and (j + k) % 2 == 0 else more(numbers, optimizer)
     for j, numbers in enumerate(PLANS)
     for k, optimizer in enumerate(("sgd", "adamw"))
 ]
+FLUSHES = [(0,), (3, 4, 8), tuple(range(NUM_STEPS))]  # behind which steps
 
 
 def named(x: Any) -> str:
@@ -107,8 +109,15 @@ def test_the_rule_bit_by_bit(numbers: tuple[str, int, int, int], optimizer: str)
     compare(crew)
 
 
-@pytest.mark.parametrize("numbers", PLANS[2::3], ids=lambda n: "-".join(map(str, n)))
-@pytest.mark.parametrize("flush_after", [(0,), (3, 4, 8), tuple(range(NUM_STEPS))])
+@pytest.mark.parametrize(
+    ("numbers", "flush_after"),
+    [
+        (numbers, flush) if (n, k) in ((0, 0), (2, 1), (4, 2), (5, 1)) else more(numbers, flush)
+        for n, numbers in enumerate(PLANS[2::3])
+        for k, flush in enumerate(FLUSHES)
+    ],
+    ids=named,
+)
 def test_a_flush_changes_no_number(
     numbers: tuple[str, int, int, int], flush_after: tuple[int, ...]
 ) -> None:
@@ -117,7 +126,7 @@ def test_a_flush_changes_no_number(
     compare(crew)
 
 
-@pytest.mark.parametrize("numbers", PLANS[3::4], ids=lambda n: "-".join(map(str, n)))
+@pytest.mark.parametrize("numbers", [n if n in SOME else more(n) for n in PLANS[3::4]], ids=named)
 def test_running_a_stage_again_reads_the_same_version(
     numbers: tuple[str, int, int, int],
 ) -> None:
@@ -135,7 +144,7 @@ def alive(crew: Crew, versions: list[Any], j: int) -> int:
     return len(found)
 
 
-@pytest.mark.parametrize("numbers", PLANS[:15], ids=lambda n: "-".join(map(str, n)))
+@pytest.mark.parametrize("numbers", [n if n in SOME else more(n) for n in PLANS[:15]], ids=named)
 def test_as_many_versions_are_alive_as_the_program_says(
     numbers: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,9 +15,9 @@ from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.partial_step.micro_batches import BatchCutter, BatchReads
 from tests.harness import processes
 from tests.harness.trainers import assert_same, make_trainer, weights_of
+from tests.modules.blocks import Blocks, batches
 from tests.runtime.partial_step.hand import replays_of, router_of, run_stage
 from tests.runtime.partial_step.rows import Row, X
-from tests.test_synchronisation import Net, data
 
 x, y, mask = torch.ones(8, 5), torch.ones(8), torch.ones(5, 5)
 
@@ -137,14 +137,14 @@ def test_regions_that_are_passed_are_watched_as_long_as_they_ask():
         assert waits.count == 0
 
 
-class Reading(Net):
+class Reading(Blocks):
     def training_step(self, batch, batch_idx):
         if batch[0].sum() > 1e6:
             return None
         return super().training_step(batch, batch_idx)
 
 
-class Masking(Net):
+class Masking(Blocks):
     """Ask another question where more rows are left, of which ghosts of another batch mislead."""
 
     def training_step(self, batch, batch_idx):
@@ -185,7 +185,7 @@ def fit(remembers, module, loader):
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("module", "loader"), [(Reading, data), (Masking, rows)])
+@pytest.mark.parametrize(("module", "loader"), [(Reading, partial(batches, 9)), (Masking, rows)])
 def test_it_changes_no_bit(module, loader):
     for num_ranks in (1, 2):  # the second comes to a region first with what it has seen before
         every, once = (
