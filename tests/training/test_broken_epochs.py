@@ -14,9 +14,10 @@ from tests.harness.rows import chosen
 pytestmark = pytest.mark.multi
 PER_EPOCH, EPOCHS = 2, 3
 NUM_STEPS = PER_EPOCH * EPOCHS
-ALWAYS = [("lockstep_dp", True, 0), ("cyclic_dp", False, 2), ("1f1b", False, 0)]
+ALWAYS = [("lockstep_dp", True, 0), ("cyclic_dp", False, 2)]
 ROWS = [
     *ALWAYS,
+    ("1f1b", False, 0),
     *((preset, by_steps, 2) for preset in PRESETS for by_steps in (True, False)
       if (preset, by_steps, 2) not in ALWAYS),
 ]  # fmt: skip

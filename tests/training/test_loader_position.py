@@ -257,7 +257,8 @@ def test_other_loaders_go_on_as_lightnings_do_which_is_said_once(
     written = Written(tmp_path, PIPELINE, n, kind)
     resumed = train(PIPELINE, n, kind, 3, written.file(3))
     assert_said(resumed, text, "behind batch 3 of an epoch", "StatefulDataLoader")
-    assert len(resumed[-1].found) == EPOCHS * PER_EPOCH - 3
+    skipped = 0 if kind == "stream" else 3  # whose length Lightning does not know
+    assert len(resumed[-1].found) == EPOCHS * PER_EPOCH - skipped
 
 
 def assert_said(ranks: list[Result], *texts: str) -> None:

@@ -108,12 +108,12 @@ def of_pipeline(preset: str, case: str, num_ranks: int, route: str) -> list[Any]
 @pytest.mark.parametrize(
     ("preset", "case", "num_ranks", "route"),
     [
-        ("1f1b", "resnet", 4, "nccl"), ("cyclic_pipeline", "gpt2", 4, "nccl"),
+        ("1f1b", "resnet", 4, "nccl"), ("cyclic_pipeline", "gpt2", 2, "nccl"),
         ("pipedream", "gpt2", 2, "nccl"), ("pipedream_2bw", "resnet", 2, "nccl"),
         ("pipedream_2bw", "resnet", 2, "edges"), ("pipedream_2bw", "resnet", 2, "host_staged"),
         ("pipeoptim", "vit", 2, "nccl"), ("cyclic_mp", "resnet", 4, "nccl"),
-        more("pipedream", "gpt2", 4, "nccl"), more("pipedream_2bw", "resnet", 4, "nccl"),
-        more("pipeoptim", "vit", 4, "nccl"),
+        more("cyclic_pipeline", "gpt2", 4, "nccl"), more("pipedream", "gpt2", 4, "nccl"),
+        more("pipedream_2bw", "resnet", 4, "nccl"), more("pipeoptim", "vit", 4, "nccl"),
     ],
 )  # fmt: skip
 def test_pipelines(preset: str, case: str, num_ranks: int, route: str) -> None:
