@@ -159,7 +159,8 @@ def test_scales_and_skipped_updates_follow_the_rule(
     if scaled.together:
         assert skipped == all_stages
     else:
-        assert skipped - all_stages  # some were updated while others were not
+        # some were updated while others were not, where there are several
+        assert skipped - all_stages or len(reference.stages) == 1
 
 
 def test_flushes_in_the_middle_change_no_scale_of_predicted_weights() -> None:
