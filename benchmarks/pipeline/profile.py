@@ -78,8 +78,7 @@ def profiler(case: Case) -> Contender:
         times = _TIMES if num_steps > 1 else 1  # as of --smoke
         plain_s = plain(times)["wall"]
         python_s = {
-            preset: max(0.0, run(times)["wall"] - plain_s) / runs
-            for preset, run in staged.items()
+            preset: max(0.0, run(times)["wall"] - plain_s) / runs for preset, run in staged.items()
         }
         watch = Stopwatch()
         stages = {j: _profile(case, parts[j], j, optimizers[j], num_steps, python_s) for j in mine}

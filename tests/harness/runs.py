@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from tests.harness import processes
@@ -144,6 +145,14 @@ def _train(
         found=look and look(trainer, module),
         warned=[str(each.message) for each in caught or ()],
     )
+
+
+def saving(folder: Path, every: int = 1, **options: Any) -> dict[str, Any]:
+    """Return flags of a Trainer that keeps a file, step=N.ckpt, of every so many steps."""
+    saver = ModelCheckpoint(
+        folder, "{step}", every_n_train_steps=every, **({"save_top_k": -1} | options)
+    )
+    return {"callbacks": [saver], "enable_checkpointing": True}
 
 
 def line_of(kind: type, comment: str = "this line") -> Path:

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import _atomic_save
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.plugins.io import async_plugin
 
@@ -24,7 +23,7 @@ from lightning_cyclic.plugin.checkpoint_file import check_file, part_of, write_w
 from tests.harness import processes
 from tests.harness.interrupted import contents, difference
 from tests.harness.rows import more
-from tests.harness.runs import Result, run, trained
+from tests.harness.runs import Result, run, saving, trained
 from tests.harness.trainers import assert_same
 from tests.modules.classifier import Classifier, micro_batches
 
@@ -113,12 +112,11 @@ def train(
     strategy: Any, folder: Path, num_steps: int, path: str | Path = "last", plugins: Any = (),
     how: Any = trained,
 ) -> list[Result]:  # fmt: skip
-    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_last=True)
     ends: list[Result] = how(
         partial(Classifier, "batchnorm_mlp", "adamw"), strategy,
-        data=partial(micro_batches, "vectors", 3), look=begun_by, callbacks=[saver],
-        enable_checkpointing=True, max_steps=num_steps, max_epochs=-1, plugins=[*plugins],
-        ckpt_path=path,
+        data=partial(micro_batches, "vectors", 3), look=begun_by, max_steps=num_steps,
+        max_epochs=-1, plugins=[*plugins], ckpt_path=path,
+        **saving(folder, 2, save_last=True, save_top_k=1),
     )  # fmt: skip
     return ends
 

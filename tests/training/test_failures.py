@@ -84,7 +84,6 @@ def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
     assert victim == 0 or any("Possible causes" in text for text in errors.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "culprit", "preset"), [(4, 2, "cyclic_dp"), (2, 0, "1f1b")])
 def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited(
     num_ranks: int, culprit: int, preset: str
@@ -108,7 +107,6 @@ def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited(
             assert_told(text, r, bad)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "culprit", "preset", "step", "options"),
     [
@@ -203,7 +201,8 @@ def fit_and_save(
     ("trouble", "culprit", "preset", "num_ranks"),
     [
         (fail, 0, "cyclic_dp", 2), more(fail, 1, "cyclic_dp", 2), (fail, 1, "cyclic_zero", 2),
-        more(fail, 0, "cyclic_pipeline", 2), (fail, 0, "1f1b", 2), (be_interrupted, 0, "cyclic_dp", 1),
+        more(fail, 0, "cyclic_pipeline", 2), (fail, 0, "1f1b", 2),
+        (be_interrupted, 0, "cyclic_dp", 1),
     ],
 )  # fmt: skip
 def test_no_checkpoint_is_written_where_a_step_fails(

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from tests.harness.processes import here
 from tests.harness.rows import more
-from tests.harness.runs import Result, run, trained
+from tests.harness.runs import Result, run, saving, trained
 from tests.harness.trainers import assert_same
 
 pytestmark = pytest.mark.multi
@@ -166,10 +165,8 @@ class Written:
 
     def __init__(self, folder: Path, strategy: Any, n: int, kind: str, **flags: Any) -> None:
         self.folder, self.given = folder, (strategy, n, kind)
-        saver = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
-        saving = {"callbacks": [saver], "enable_checkpointing": True}
         self.flags = flags
-        self.ranks = train(*self.given, **saving, **flags)
+        self.ranks = train(*self.given, **saving(folder), **flags)
 
     def file(self, step: int) -> Path:
         return self.folder / f"step={step}.ckpt"

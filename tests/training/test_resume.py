@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.harness.rows import more
-from tests.harness.runs import Result, trained
+from tests.harness.runs import Result, saving, trained
 from tests.harness.trainers import assert_same, weights_of
 from tests.modules.classifier import Classifier, MicroBatches, micro_batches
 from tests.references.replicated import Reference
@@ -59,9 +58,7 @@ class Written:
 
     def __init__(self, folder: Path, strategy: Any, n: int, args: tuple[str, str]) -> None:
         self.folder, self.strategy, self.n, self.args = folder, strategy, n, args
-        saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-        flags = {"callbacks": [saver], "enable_checkpointing": True}
-        self.ranks = train(strategy, n, args, **flags)
+        self.ranks = train(strategy, n, args, **saving(folder))
 
     def file(self, step: int) -> Path:
         return self.folder / f"step={step}.ckpt"

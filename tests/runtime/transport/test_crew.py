@@ -258,7 +258,6 @@ def test_a_rank_that_is_stopped_where_all_have_come_is_named(victim: int, why: s
     assert len(said) == 2
     for rank, (waited_s, text) in said.items():
         assert waited_s < 12
-        assert re.match(
-            rf"rank {rank} on \S+ waited {LIMIT_S:g} s for rank {victim} on \S+ to meet", text
-        )
+        first = rf"rank {rank} on \S+ waited {LIMIT_S:g} s for rank {victim} on \S+ to meet"
+        assert re.match(first, text)
         assert re.search(rf"; rank {victim} on \S+ {why}|; rank {victim} on \S+, {why}", text)
