@@ -51,7 +51,6 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_wheel_alone_trains_a_script_that_never_imports_it(tmp_path: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")

@@ -14,7 +14,6 @@ import pytest
 
 from tests.harness import processes
 from tests.harness.interrupted import (
-    NUM_STEPS,
     Interruption,
     Outcome,
     Way,
@@ -32,7 +31,8 @@ pytestmark = pytest.mark.multi
 
 @pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b"])
 def test_a_run_that_is_interrupted_ends_with_the_same_bits(preset: str, tmp_path: Path) -> None:
-    way = Way(strategy={"preset": preset, "stages": 4})
+    strategy = {"preset": preset, "stages": 4}
+    way = Way(strategy=strategy, num_batches=5, num_steps=12, num_workers=1)
 
     def run(folder: str, at: Interruption | None, start: str | None) -> list[Outcome]:
         args = way, str(tmp_path / folder), at, start
@@ -49,15 +49,15 @@ def test_a_run_that_is_interrupted_ends_with_the_same_bits(preset: str, tmp_path
         assert losses == {k: x for k, x in whole[0].losses.items() if k in losses}
 
     whole = run("whole", None, None)
-    start = str(tmp_path / "whole" / "step=9.ckpt")
-    stopped = run("stopped", Interruption.drawn(signal.SIGTERM, 9, 2, preset), start)
+    start = str(tmp_path / "whole" / "step=4.ckpt")
+    stopped = run("stopped", Interruption.drawn(signal.SIGTERM, 4, 2, preset), start)
     assert stopped[0].stopped
     assert len({rank.steps for rank in stopped}) == 1
     compare_losses(stopped[0].losses)
-    at = Interruption.drawn(signal.SIGKILL, 14, 2, preset)
+    at = Interruption.drawn(signal.SIGKILL, 8, 2, preset)
     run_until_killed(way, 2, tmp_path / "killed", at, left_in("stopped"))
     ranks = run("killed", None, left_in("killed"))
-    assert ranks[0].steps == NUM_STEPS
+    assert ranks[0].steps == way.num_steps
     for rank in ranks:
         assert_same(rank.weights, whole[0].weights)
     compare_losses(ranks[0].losses)

@@ -19,7 +19,7 @@ from tests.harness import processes
 from tests.harness.trainers import Said, assert_same, make_trainer, weights_of
 
 pytestmark = pytest.mark.multi
-ROWS, PER_EPOCH, EPOCHS = 24, 6, 3
+ROWS, PER_EPOCH, EPOCHS = 24, 4, 2
 STAGES = {"stages": ["net.2"], "num_microbatches": 2}
 PIPELINE = {"preset": "1f1b", **STAGES}
 REPLICAS = {"preset": "cyclic_dp", "stages": 2}
@@ -106,7 +106,7 @@ def assert_goes_on(resumed: Any, expected: Any, num_left: int) -> None:
 @pytest.mark.parametrize("strategy", [REPLICAS, PIPELINE], ids=lambda s: str(s["preset"]))
 def test_behind_a_batch(strategy: dict[str, Any], tmp_path: Path) -> None:
     expected = processes.run(fit, 2, strategy, False, str(tmp_path))
-    for stop in (8, 2 * PER_EPOCH):
+    for stop in (PER_EPOCH + 2, PER_EPOCH):
         resumed = processes.run(fit, 2, strategy, False, str(tmp_path), f"step={stop}")
         assert_goes_on(resumed, expected, EPOCHS * PER_EPOCH - stop)
 
@@ -114,7 +114,7 @@ def test_behind_a_batch(strategy: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", [REPLICAS, PIPELINE], ids=lambda s: str(s["preset"]))
 def test_behind_an_epoch(strategy: dict[str, Any], tmp_path: Path) -> None:
     expected = processes.run(fit, 2, strategy, True, str(tmp_path))
-    resumed = processes.run(fit, 2, strategy, True, str(tmp_path), "epoch=1")
+    resumed = processes.run(fit, 2, strategy, True, str(tmp_path), "epoch=0")
     assert_goes_on(resumed, expected, PER_EPOCH + 1)
 
 
@@ -126,7 +126,7 @@ def fit_alone(strategy: Any, folder: str, goes_on_from: str) -> list[str]:
 
 def test_another_number_of_ranks_is_said_once(tmp_path: Path) -> None:
     processes.run(fit, 2, PIPELINE, False, str(tmp_path))
-    (said,) = processes.run(fit_alone, 1, PIPELINE, str(tmp_path), "step=8")
+    (said,) = processes.run(fit_alone, 1, PIPELINE, str(tmp_path), "step=6")
     assert [line.partition(":")[0] for line in said] == [
         "The checkpoint has the random states of 2 ranks, and this run has 1"
     ]
