@@ -14,7 +14,7 @@ pytestmark = pytest.mark.multi
 
 ALIKE = {  # rows of which others show the same by default, here or elsewhere
     # tests/training trains these networks and precisions, clips and stops so, and refuses these
-    "inception", "lstm", "siamese", "cls_token", "frozen", "bert", "llama", "vit", "mixtral",
+    "cls_token", "bert", "vit",
     "bf16-mixed", "bf16-true", "64-true", "accumulated", "clipped by value", "max_steps",
     "early stopping", "skipping", "clipped by the norm of all", "limited embedding",
     "sparse embedding", "moving teacher, later", "in place", "gathers", "counted steps",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -152,6 +154,11 @@ def test_all_names_what_the_package_offers() -> None:
 
 def _isort(name: str) -> tuple[bool, bool, str]:
     return (not name.isupper(), not name[0].isupper(), name)
+
+
+def test_the_package_tells_its_version() -> None:
+    found = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert lightning_cyclic.__version__ == found["project"]["version"]
 
 
 def test_an_unknown_name_is_no_attribute() -> None:
