@@ -8,7 +8,7 @@ Importing the package registers its strategies by name, as soon as Lightning is 
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_cyclic._autoload import register_when_lightning_is_imported
@@ -70,7 +70,7 @@ register_when_lightning_is_imported()
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return metadata.version("lightning-cyclic")
+        return import_module("importlib.metadata").version("lightning-cyclic")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -17,8 +17,9 @@ from lightning.pytorch import callbacks as lc
 from lightning_cyclic import GradientNorms
 from tests.conformance import examples as e
 from tests.conformance import modules as m
-from tests.conformance.harness import FLOWS, PIPELINES, PRESETS, REPLICATED, Case
+from tests.conformance.harness import FLOWS, PIPELINES, PRESETS, Case
 from tests.modules.cases import CASES as NETWORKS
+from tests.references.rules import WHOLE
 
 TIED = r"'shared' does not fit tied="
 MANUAL = r"automatic_optimization is False"
@@ -28,7 +29,7 @@ CHANGES = r"but ranks have several versions or copies"
 NO_CHANGE = r"was changed between two steps|this rank has not, between steps"
 GONE = r"is read on rank|this rank has not|its parameters are gone|reaches over the place"
 GRADIENTS = [name for name in PRESETS if name != "cyclic_dp_v1"]  # whose updates are whole
-AUTO = {name: {"stages": "auto"} for name in REPLICATED}
+AUTO = {name: {"stages": "auto"} for name in WHOLE}
 
 
 def refused(pattern: str, *presets: str | Iterable[str]) -> dict[str, str]:
@@ -160,13 +161,13 @@ CASES: dict[str, Case] = {
     "low rank": row(m.LowRankLayers),
     "embedding": row(m.Sparse, data=m.words, stages=["rnn"]),
     "limited embedding": row(
-        m.LimitedNorm, data=m.words, stages=["rnn"], refused=refused(CHANGES, REPLICATED, FLOWS)
+        m.LimitedNorm, data=m.words, stages=["rnn"], refused=refused(CHANGES, WHOLE, FLOWS)
     ),
     "changed weights": row(m.ChangesWeights, refused=refused(CHANGES)),
     "changed weights, later": row(m.LateChanges, refused=refused(CHANGES)),
     "moving teacher, later": row(m.LateTeacher, refused=refused(f"{CHANGES}|{LATE}|{TIED}")),
     "sparse embedding": row(
-        m.ReallySparse, data=m.words, stages=["rnn"], refused=refused("sparse", REPLICATED)
+        m.ReallySparse, data=m.words, stages=["rnn"], refused=refused("sparse", WHOLE)
     ),
     "complex": row(m.Complex),
     "checkpointed": row(m.Checkpointed, stages=["net.1"], refused=AWAY),
@@ -180,7 +181,7 @@ CASES: dict[str, Case] = {
         m.HandMadeAverage, refused=refused(LATE, PIPELINES) | AWAY
     ),
     "clipped weights": row(
-        m.ClippedWeights, refused=refused(NO_CHANGE, REPLICATED, PIPELINES) | AWAY
+        m.ClippedWeights, refused=refused(NO_CHANGE, WHOLE, PIPELINES) | AWAY
     ),
     "own clipping": row(m.OwnClipping),
     "gradient hooks": row(m.GradientHooks),
@@ -196,7 +197,7 @@ CASES: dict[str, Case] = {
     "own optimizer_step": row(m.OwnOptimizerStep),
     "rate in the step": row(m.RateInStep, refused=refused(RATE, FLOWS)),
     "rate in a hook": row(
-        m.RateInHook, refused=refused(RATE, REPLICATED, FLOWS)
+        m.RateInHook, refused=refused(RATE, WHOLE, FLOWS)
     ),
     "gradients by step": row(m.ScaledByStep),
     "frozen in the step": row(
@@ -213,7 +214,7 @@ CASES: dict[str, Case] = {
         m.AddsGroup, refused=refused("optimizer was added within a step")
     ),
     "updates left out": row(
-        m.LeavesUpdatesOut, refused=refused("did not call optimizer.step", REPLICATED, FLOWS)
+        m.LeavesUpdatesOut, refused=refused("did not call optimizer.step", WHOLE, FLOWS)
     ),
     "own zero_grad": row(m.OwnZeroGrad),
     "own backward": row(m.OwnBackward, refused=refused("runs backwards stage by stage", FLOWS)),
@@ -233,7 +234,7 @@ CASES: dict[str, Case] = {
     "Lion": row(partial(m.With, "Lion")),
     "schedule-free": row(
         partial(m.With, "ScheduleFree"), validates=True,
-        refused=refused("exchanges the weights", REPLICATED, FLOWS),
+        refused=refused("exchanges the weights", WHOLE, FLOWS),
     ),
     "counted steps": row(partial(m.With, "Counting")),
     "assigned weights": row(partial(m.With, "Assigning")),

@@ -25,18 +25,12 @@ from tests.harness.pipelines import joined
 from tests.harness.processes import here
 from tests.harness.trainers import assert_same, make_trainer, weights_of
 from tests.references import asynchronous, sequential
+from tests.references.rules import ONE_EACH, STAGES_APART, WHOLE
 
 NUM_WORKERS = 2  # and micro-batches
 NUM_STEPS = 4  # per epoch
-REPLICATED = {
-    "lockstep_dp": "sync", "cyclic_dp": "freshest", "cyclic_dp_v1": "delayed",
-    "cyclic_zero": "freshest",
-}  # fmt: skip
-PIPELINES = {
-    "gpipe": "sync", "1f1b": "sync", "cyclic_pipeline": "freshest", "pipedream_2bw": "delayed",
-    "cyclic_mp": "freshest",
-}  # fmt: skip
-RULES = REPLICATED | PIPELINES
+PIPELINES = {name: rule for name, rule in STAGES_APART.items() if name not in ONE_EACH}
+RULES = WHOLE | PIPELINES
 PRESETS = list(RULES)
 DELAYED = [name for name, rule in RULES.items() if rule != "sync"]
 COUNTED = {"val_check_interval", "limit_train_batches", "overfit_batches"}  # in batches
@@ -128,9 +122,9 @@ class Rule(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         t, number = divmod(self.k, NUM_WORKERS * self.window)
-        i = number // self.window if self.preset in REPLICATED else number % NUM_WORKERS
+        i = number // self.window if self.preset in WHOLE else number % NUM_WORKERS
         self.k += 1
-        if self.preset in REPLICATED and number == self.window:
+        if self.preset in WHOLE and number == self.window:
             self.sums = {p: p.grad for p in pl_module.parameters()}
             pl_module.zero_grad()
         vars(pl_module).update(self.own[i])
@@ -213,12 +207,12 @@ def fit(name: str, preset: str | None, stage_of: Mapping[str, int], rule: str) -
     order: Sequence[int] = range(NUM_WORKERS * NUM_STEPS)
     if preset is None:
         callbacks = [c for c in callbacks if c not in scheduled]
-        own = case.own if rule in REPLICATED else ()
+        own = case.own if rule in WHOLE else ()
         callbacks = [Rule(rule, stage_of, own, window), *callbacks]
         flags["accumulate_grad_batches"] = NUM_WORKERS * window
         for flag in COUNTED & flags.keys():
             flags[flag] *= NUM_WORKERS
-        if rule in REPLICATED:  # each worker's window as a whole, one worker after the other
+        if rule in WHOLE:  # each worker's window as a whole, one worker after the other
             order = sorted(order, key=lambda k: (k // (2 * window), k % NUM_WORKERS, k))
     with TemporaryDirectory() as root:
         return _outcome(case, preset, loader(case, preset, order), {

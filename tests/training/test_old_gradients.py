@@ -21,14 +21,10 @@ from tests.modules.classifier import Classifier, MicroBatches, loss_of
 from tests.references import delayed as delayed_chain
 from tests.references import sequential
 from tests.references.delayed import Chain, fit
+from tests.references.rules import ONE_EACH, STAGES_APART
 
 pytestmark = pytest.mark.multi
 
-RULES = {
-    "pipedream_2bw": "delayed", "cyclic_pipeline": "freshest", "pipedream": "stashed",
-    "cyclic_mp": "freshest",
-}  # fmt: skip
-ONE_EACH = {"pipedream", "pipeoptim", "spectrain"}  # one update per micro-batch
 NUM_STEPS = 11
 
 
@@ -45,8 +41,8 @@ def assert_follows(
     strategy = {"preset": preset, "num_microbatches": m} | options
     function = partial(fit, make, strategy, NUM_STEPS, saved, **(flags or {}))
     ranks = processes.run(function, num_ranks, time_limit_s=90.0)
-    if preset in RULES:
-        follow = partial(delayed_chain.sequential, make, RULES[preset], m, NUM_STEPS)
+    if preset in STAGES_APART:
+        follow = partial(delayed_chain.sequential, make, STAGES_APART[preset], m, NUM_STEPS)
     else:
         follow = partial(delayed_chain.predicted, make, preset, m, NUM_STEPS)
     expected = follow(**options)
@@ -198,7 +194,7 @@ def test_behind_a_checkpoint_of_another_plan_the_rule_begins_as_at_step_0(
     make = partial(Chain, "adamw", "sawtooth")
     strategies = tuple({"preset": name, "num_microbatches": 4} for name in ("1f1b", preset))
     ranks = processes.run(begun_by_another, num_ranks, make, strategies, str(tmp_path))
-    expected = delayed_chain.sequential(make, RULES[preset], 4, NUM_STEPS, num_sync=4)
+    expected = delayed_chain.sequential(make, STAGES_APART[preset], 4, NUM_STEPS, num_sync=4)
     for weights, _ in ranks:
         assert_same(weights, expected)
     assert [len(said) for _, said in ranks] == [1, 0][:num_ranks]

@@ -16,13 +16,10 @@ from tests.harness.runs import Result, saving, trained
 from tests.harness.trainers import assert_same, weights_of
 from tests.modules.classifier import Classifier, MicroBatches, micro_batches
 from tests.references.replicated import Reference
+from tests.references.rules import WHOLE
 
 pytestmark = pytest.mark.multi
 
-RULES = {
-    "cyclic_dp": "freshest", "cyclic_zero": "freshest", "cyclic_dp_v1": "delayed",
-    "lockstep_dp": "sync",
-}  # fmt: skip
 NUM_BATCHES, NUM_EPOCHS = 4, 2
 NUM_STEPS, END = 8, 4  # of all; where the first epoch ends
 MODULE = ("batchnorm_mlp", "adamw")
@@ -81,7 +78,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Written]:
     def once(preset: str, n: int, args: tuple[str, str], stages: int, slack: int) -> Written:
         options: Any = {"preset": preset, "slack": slack, "stages": stages}
         folder = tmp_path_factory.mktemp(preset)
-        return Written(folder, options if preset in RULES else preset, n, args)
+        return Written(folder, options if preset in WHOLE else preset, n, args)
 
     def write(
         preset: str, n: int = 2, args: tuple[str, str] = MODULE, stages: int = 4, slack: int = 0
@@ -126,7 +123,7 @@ def test_stop_anywhere_and_go_on_with_the_same_bits(
     steps: tuple[int, ...], written: Callable[..., Written],
 ) -> None:  # fmt: skip
     run = written(preset, n, (net, optimizer), stages, slack)
-    rule = RULES[preset]
+    rule = WHOLE[preset]
     # writing changed nothing
     assert_follows(run.ranks, run.args, rule=rule, slack=slack, num_epochs=NUM_EPOCHS)
     for step in steps:  # behind the first step, at an epoch's end, in mid epoch
@@ -160,7 +157,7 @@ def test_the_weights_in_a_file_are_the_newest(
 ) -> None:
     run = written(preset)
     for step in (1, 2, END, END + 2):
-        reference = Reference(rule=RULES[preset], n=2, num_batches=NUM_BATCHES, max_steps=step)
+        reference = Reference(rule=WHOLE[preset], n=2, num_batches=NUM_BATCHES, max_steps=step)
         reference.run(Classifier(*MODULE), run.ranks[0].stage_of)
         assert_same(run.saved(step)["state_dict"], reference.weights, f"{step}")
 
@@ -200,7 +197,7 @@ def test_going_on_from_a_file_of_another_strategy(
 ) -> None:
     run = written(of, n)
     ranks = run.on(END, {"preset": preset, "stages": 4}, 2)
-    assert_follows(ranks, MODULE, rule=RULES[preset], saved=run.saved(END))
+    assert_follows(ranks, MODULE, rule=WHOLE[preset], saved=run.saved(END))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +211,7 @@ def test_another_plan_says_so_and_goes_on_from_the_newest_weights(
     run = written("cyclic_dp")
     ranks = run.on(END, other, n, expects=OTHER_PLAN)
     assert any("this run has another plan" in text for text in ranks[0].warned)
-    rule, slack = RULES[other.get("preset", "cyclic_dp")], other.get("slack", 0)
+    rule, slack = WHOLE[other.get("preset", "cyclic_dp")], other.get("slack", 0)
     assert_follows(ranks, MODULE, rule=rule, slack=slack, saved=run.saved(END))
 
 

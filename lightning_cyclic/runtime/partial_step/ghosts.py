@@ -206,7 +206,7 @@ def user_line() -> str:
 
 
 _OF_PACKAGES = (
-    str(Path(__file__).parents[2]), "/torch/", "/lightning/fabric/", "/lightning/pytorch/",
+    f"{Path(__file__).parents[2]}/", "/torch/", "/lightning/fabric/", "/lightning/pytorch/",
     "/lightning_fabric/", "/pytorch_lightning/", contextlib.__file__, copy.__file__,
 )  # fmt: skip
 _NOT_THE_USERS = (*_OF_PACKAGES, *(part.replace("/", "\\") for part in _OF_PACKAGES))

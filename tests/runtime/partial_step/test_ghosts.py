@@ -119,13 +119,22 @@ HOSTS = ["lightning/pytorch/x.py", "lightning/fabric/x.py", "pytorch_lightning/x
          "lightning_fabric/x.py"]  # fmt: skip
 
 
-@pytest.mark.parametrize("file", [*HOSTS, "lightning_cyclic/pipeline_strategy.py"])
-def test_lines_of_hosts_and_of_the_package_are_not_the_users(file):
+def asked_in(file):
+    """Return the path of a file beside the package, and the line that code in it is told."""
     place = {"user_line": user_line}
     path = Path(inspect.getsourcefile(user_line)).parents[3] / file
     exec(compile("def ask(): return user_line()", str(path), "exec"), place)
-    line = inspect.currentframe().f_lineno + 1
-    assert place["ask"]() == f"{__file__}:{line}"
+    return path, place["ask"]()
+
+
+@pytest.mark.parametrize("file", [*HOSTS, "lightning_cyclic/pipeline_strategy.py"])
+def test_lines_of_hosts_and_of_the_package_are_not_the_users(file):
+    assert asked_in(file)[1].startswith(f"{__file__}:")
+
+
+def test_a_folder_whose_name_begins_as_the_packages_is_the_users():
+    path, line = asked_in("lightning_cyclic_and_more/train.py")
+    assert line == f"{path}:1"
 
 
 def test_the_line_is_the_users():
