@@ -27,7 +27,8 @@ LIMIT_S = 3 * 3600
 NOTHING_RAN = 5  # exit code of pytest
 HEAD = """# What the exhaustive rows of the tests said last
 
-Written by `python .ci/exhaustive.py`, which runs files side by side; what has no row has not been run since.
+Written by `python .ci/exhaustive.py`, which runs files side by side.
+What has no row has not been run since.
 
 """
 
