@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 
 from tests.harness.commands import NOT_INHERITED
+from tests.harness.processes import free_port
 
 os.environ["OMP_NUM_THREADS"] = "1"
 settings.register_profile("thorough", max_examples=500)  # --hypothesis-profile=thorough
@@ -24,9 +25,14 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_run_before() -> Iterator[None]:
-    """Leave no address of a run behind: the next that is launched would meet at it."""
+def _own_address() -> Iterator[None]:
+    """Let runs of this process meet where no connection comes first, and leave no address behind.
+
+    The port that Lightning chooses may be taken before anybody listens, and the next run that is
+    launched would meet at what one has left.
+    """
     before = {name: os.environ.get(name) for name in NOT_INHERITED}
+    os.environ["MASTER_PORT"] = str(free_port())
     yield
     for name, value in before.items():
         os.environ.pop(name, None)
