@@ -3,6 +3,7 @@
     python .ci/mutants.py                    # all of .ci/mutants.toml, two at a time
     python .ci/mutants.py flush              # those with this in their names
     python .ci/mutants.py --jobs 4
+    python .ci/mutants.py --by-default       # by rows alone that run without -m exhaustive
 
 Each change is made in a copy of the files that git knows. First all tests that are named run on a
 copy without a change: one that fails there says nothing.
@@ -54,6 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="name", help="parts of names [all]")
     parser.add_argument("--jobs", type=int, default=2, metavar="N")
+    parser.add_argument("--by-default", action="store_true", help="run no exhaustive rows")
     given = parser.parse_args()
     mutants = [Mutant(**row) for row in tomllib.loads(TABLE.read_text())["mutant"]]
     if doubled := {x.name for x in mutants if [y.name for y in mutants].count(x.name) > 1}:
@@ -66,22 +68,23 @@ def main() -> int:
         for mutant in chosen:
             changed(mutant)  # all, before the first is run
         tests = sorted({test for mutant in chosen for test in mutant.tests})
-        code, said = run(plain, tests, workers=given.jobs)
+        marks = "not exhaustive" if given.by_default else ""
+        code, said = run(plain, tests, marks, workers=given.jobs)
         if code:
             print(f"{said}\ntests fail without a change")
             return 1
         with ThreadPoolExecutor(given.jobs) as pool:
-            lives = sum(pool.map(lambda x: not dies(x, Path(folder)), chosen))
+            lives = sum(pool.map(lambda x: not dies(x, Path(folder), marks), chosen))
     print(f"{len(chosen) - lives} of {len(chosen)} die")
     return int(lives > 0)
 
 
-def dies(mutant: Mutant, folder: Path) -> bool:
+def dies(mutant: Mutant, folder: Path, marks: str) -> bool:
     """Return whether a test fails; print a row."""
     begun = time.monotonic()
     tree = copy_of_the_tree(Path(tempfile.mkdtemp(dir=folder)))
     (tree / mutant.file).write_text(changed(mutant))
-    code, said = run(tree, mutant.tests)
+    code, said = run(tree, mutant.tests, marks)
     shutil.rmtree(tree)
     by = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
     verdict = f"dies   by {by[0]}" if by else "LIVES" if code == 0 else f"pytest ended with {code}"
@@ -101,9 +104,9 @@ def changed(mutant: Mutant) -> str:
     return text.replace(mutant.old, mutant.new)
 
 
-def run(tree: Path, tests: Sequence[str], workers: int = 0) -> tuple[int, str]:
-    """Run tests of a copy; return pytest's exit code, and what it said."""
-    options = ["-p", "no:cacheprovider", "-m", "", "-n", str(workers)]
+def run(tree: Path, tests: Sequence[str], marks: str, workers: int = 0) -> tuple[int, str]:
+    """Run tests of a copy that have marks; return pytest's exit code, and what it said."""
+    options = ["-p", "no:cacheprovider", "-m", marks, "-n", str(workers)]
     stop = [] if workers else ["-x"]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *stop, *tests],

@@ -13,15 +13,17 @@ from itertools import product
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import PRESETS, make_plan
-from lightning_cyclic.plan.presets import PLACEMENTS
+from lightning_cyclic.plan.presets import PLACEMENTS, WEIGHTS
 
 # a user's process has few plans; these are some two hundred
 lower = sys.modules["lightning_cyclic.plan.lower"]
 lower._proved = lru_cache(512)(lower._proved.__wrapped__)  # type: ignore[attr-defined]
 
 for preset, num_workers, num_stages in product(PRESETS, (2, 4), (1, 2, 4)):
-    is_whole = PLACEMENTS[PRESETS[preset].placement].runs_whole_micro
-    for num_microbatches, buffers in product([None] if is_whole else [1, 2, 4], [False, True]):
+    axes = PRESETS[preset]
+    is_whole = PLACEMENTS[axes.placement].runs_whole_micro
+    several = [1] if WEIGHTS[axes.weights].per_micro else [2, 4]
+    for num_microbatches, buffers in product([None] if is_whole else several, [False, True]):
         relayed = range(num_stages) if buffers else ()
         with suppress(PlanError):
             make_plan(

@@ -68,7 +68,7 @@ def test_copies_are_those_of_the_plans_own_program(preset, slack):
     [
         more(2, False),
         (2, True),
-        (3, False),
+        pytest.param(3, False, marks=pytest.mark.exhaustive),
         pytest.param(3, True, marks=pytest.mark.exhaustive),
         pytest.param(5, False, marks=pytest.mark.exhaustive),
         pytest.param(5, True, marks=pytest.mark.exhaustive),

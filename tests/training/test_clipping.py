@@ -56,12 +56,12 @@ BACKWARDS = {"stages": ["c"], "clip_norm": "stage"}
         ("cyclic_dp", 2, "resnet", "value", VALUE, {"stages": 4}),
         ("cyclic_dp", 2, "resnet", "stage", {}, {"stages": 5, "clip_norm": "stage"}),
         more("cyclic_dp", 2, "gpt2", "all", {}, {"stages": 5, "clip_norm": "global"}),
-        ("cyclic_dp_v1", 4, "unet", "all", {}, {"stages": 5}),
+        more("cyclic_dp_v1", 4, "unet", "all", {}, {"stages": 5}),
         more("lockstep_dp", 4, "unet", "all", {}, {"stages": 5}),
         ("lockstep_dp", 2, "unet", "all", {}, {"stages": 5}),
         # where buffers travel, too, and where updates meet: inside of a step, or behind it
         ("cyclic_dp", 2, "resnet", "all", {}, {"stages": 2, "clip_norm": "global"}),
-        ("cyclic_zero", 2, "resnet", "all", TWO, {"stages": 2, "clip_norm": "global"}),
+        more("cyclic_zero", 2, "resnet", "all", TWO, {"stages": 2, "clip_norm": "global"}),
         more("cyclic_zero", 4, "resnet", "all", {}, {"stages": 3, "clip_norm": "global"}),
         ("cyclic_dp", 3, "resnet", "all", MEETS | TWO, {"stages": 3, "clip_norm": "global"}),
         ("cyclic_zero", 2, "resnet", "all", MEETS, {"stages": 2, "clip_norm": "global"}),
@@ -80,18 +80,18 @@ BACKWARDS = {"stages": ["c"], "clip_norm": "stage"}
         ("cyclic_dp", 1, Backwards, "stage", {}, BACKWARDS),
         ("cyclic_dp", 2, Backwards, "stage", {}, BACKWARDS),
         # stages apart, with a flush
-        ("1f1b", 2, "resnet", "all", {}, {"stages": 2}),
+        more("1f1b", 2, "resnet", "all", {}, {"stages": 2}),
         ("1f1b", 2, "gpt2", "all", {}, {"stages": 4}),  # whose tied weights count once
         ("gpipe", 2, "frozen", "all", {}, {"stages": 2}),
         more("gpipe", 4, "resnet", "value", VALUE, {"stages": 4}),
         # without one
         ("pipedream_2bw", 2, "unet", "all", {}, {"stages": 4}),  # two stages, updated apart
-        ("pipedream_2bw", 2, "vit", "all", {"val_check_interval": 2}, {"stages": 4}),
-        ("pipedream_2bw", 2, "gpt2", "all", {}, {"stages": 2}),  # which share a parameter
+        more("pipedream_2bw", 2, "vit", "all", {"val_check_interval": 2}, {"stages": 4}),
+        more("pipedream_2bw", 2, "gpt2", "all", {}, {"stages": 2}),  # which share a parameter
         ("pipedream_2bw", 4, "vit", "all", {}, {"stages": 2, "replicas": 2}),
         ("cyclic_pipeline", 2, "resnet", "stage", {}, {"stages": 4, "clip_norm": "stage"}),
         more("cyclic_pipeline", 4, "resnet", "value", VALUE, {"stages": 4}),
-        ("cyclic_mp", 4, "resnet", "all", {}, {"stages": 4, **DELAYED}),
+        ("cyclic_mp", 2, "resnet", "all", {}, {"stages": 4, **DELAYED}),
         ("cyclic_mp", 2, "resnet", "stage", {}, {"stages": 2, "clip_norm": "stage"}),
     ],
     ids=in_words,

@@ -59,7 +59,7 @@ pytestmark = pytest.mark.multi
     ("num_ranks", "culprit", "preset"),
     [
         (4, 2, "cyclic_dp"), (2, 0, "cyclic_dp_v1"), more(4, 2, "lockstep_dp"),
-        more(2, 0, "gpipe"), (2, 3, "1f1b"), (4, 1, "gpipe"), more(4, 3, "1f1b"),
+        more(2, 0, "gpipe"), (2, 3, "1f1b"), more(4, 1, "gpipe"), more(4, 3, "1f1b"),
     ],
 )  # fmt: skip
 def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
@@ -112,7 +112,7 @@ def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited(
     [
         (4, 1, "cyclic_dp", 0, {"bad_batch": 0}),
         (2, 1, "cyclic_dp", BAD_BATCH, {"route": "edges"}),
-        (2, 1, "cyclic_dp", BAD_BATCH, {"route": "host_staged"}),
+        more(2, 1, "cyclic_dp", BAD_BATCH, {"route": "host_staged"}),
         (2, 0, "gpipe", BAD_STEP, {}),
         (2, 0, "1f1b", NUM_STEPS, {"phase": "val"}),
     ],

@@ -106,7 +106,7 @@ class Deep(Thawing):
         return nn.Sequential(*layers, nn.Linear(SIZE, 4))
 
 
-@pytest.mark.parametrize("preset", ["pipedream", "pipeoptim"])
+@pytest.mark.parametrize("preset", ["pipedream", more("pipeoptim")])
 def test_pipelines_that_predict_or_stash_agree_with_one_process(preset: str) -> None:
     strategy = {"preset": preset, "stages": ["net.2"], "num_microbatches": 1}
     (alone,) = train(InTheOptimizer, strategy, 1)
@@ -133,7 +133,7 @@ class ThawsByEpoch(Plain):
 
 @pytest.mark.parametrize(
     "strategy",
-    [{"preset": "cyclic_zero", "stages": ["net.2"]}, {"preset": "cyclic_mp", **CUT}],
+    [{"preset": "cyclic_zero", "stages": ["net.2"]}, more({"preset": "cyclic_mp", **CUT})],
     ids=lambda s: s["preset"],
 )
 def test_resumed_where_something_else_is_trained(strategy: Any, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written]:
     ("strategy", "n", "kind"),
     [
         more(PIPELINE, 2, "plain"), (REPLICAS, 2, "plain"), more(PIPELINE, 2, "plain workers"),
-        more(REPLICAS, 2, "plain workers"), (WIDE, 4, "plain"), (PIPELINE, 2, "generator"),
+        more(REPLICAS, 2, "plain workers"), more(WIDE, 4, "plain"), (PIPELINE, 2, "generator"),
         more(REPLICAS, 2, "generator"), more(PIPELINE, 2, "stateful"),
         (REPLICAS, 2, "stateful workers"),
     ],
@@ -218,9 +218,9 @@ def test_loaders_go_on_in_mid_epoch(
 @pytest.mark.parametrize(
     ("strategy", "n", "kind"),
     [
-        more(PIPELINE, 2, "generator"), (PIPELINE, 2, "stateful"), (REPLICAS, 2, "plain"),
+        more(PIPELINE, 2, "generator"), more(PIPELINE, 2, "stateful"), (REPLICAS, 2, "plain"),
         more(PIPELINE | {"preset": "cyclic_mp"}, 2, "plain"),
-        (PIPELINE | {"preset": "pipedream_2bw"}, 2, "plain"), (PIPELINE, 1, "plain"),
+        more(PIPELINE | {"preset": "pipedream_2bw"}, 2, "plain"), (PIPELINE, 1, "plain"),
     ],
 )  # fmt: skip
 def test_and_at_its_end(strategy: dict[str, Any], n: int, kind: str, tmp_path: Path) -> None:

@@ -53,10 +53,10 @@ def job_of(case: str = "vit", num_steps: int = 7, **more: Any) -> Job:
 @pytest.mark.parametrize(
     ("preset", "num_ranks", "options", "flags"),
     [
-        ("gpipe", 2, {"stages": 4}, {}),
+        more("gpipe", 2, {"stages": 4}, {}),
         more("1f1b", 1, {"stages": 4}, CLIPPED),
         ("1f1b", 2, {"stages": 4, "clip_norm": "global"}, CLIPPED),
-        ("1f1b", 2, {"stages": 2, "activation_checkpointing": "always"}, {}),
+        more("1f1b", 2, {"stages": 2, "activation_checkpointing": "always"}, {}),
         more("1f1b", 1, {"stages": 1}, {}),
         ("1f1b", 2, {"stages": 1, "replicas": 2}, {}),
         more("1f1b", 4, {"stages": 2, "replicas": 2}, {}),
@@ -120,7 +120,7 @@ def compare(ranks: list[Outcome], expected: Outcome) -> None:
         more("cyclic_dp", 1, "vit", {}, {"stages": 4, "num_microbatches": 1}),
         ("cyclic_dp", 2, "unet", {}, {"stages": 6, "slack": 2}),
         ("cyclic_zero", 2, "vit", VALIDATED, {"stages": 4}),
-        ("cyclic_zero", 2, "unet", {"accumulate_grad_batches": 2}, {"stages": 4}),
+        more("cyclic_zero", 2, "unet", {"accumulate_grad_batches": 2}, {"stages": 4}),
         ("cyclic_dp_v1", 2, "unet", CLIPPED, {"stages": 4}),
         more("cyclic_dp_v1", 4, "vit", CLIPPED, {"stages": 4}),
         more("cyclic_dp_v1", 2, "vit", {}, {"stages": 4}),
@@ -128,13 +128,13 @@ def compare(ranks: list[Outcome], expected: Outcome) -> None:
         ("cyclic_dp", 2, "unet", CLIPPED, {"stages": 4, "clip_norm": "global"}),
         # stages apart
         ("pipedream_2bw", 2, "unet", CLIPPED, {"stages": 4}),
-        ("pipedream_2bw", 2, "unet", {}, {"stages": 2, "replicas": 2}),
+        more("pipedream_2bw", 2, "unet", {}, {"stages": 2, "replicas": 2}),
         more("pipedream_2bw", 4, "vit", {}, {"stages": 2, "replicas": 2}),
         ("cyclic_pipeline", 2, "unet", CLIPPED, {"stages": 4, "clip_norm": "stage"}),
         more("cyclic_pipeline", 4, "vit", {}, {"stages": 4}),
         # with a schedule, and buffers that change
         ("cyclic_mp", 2, "resnet", {}, {"stages": 2}),
-        ("cyclic_mp", 2, "vit", CLIPPED | VALIDATED, {"stages": 2, **DELAYED}),
+        more("cyclic_mp", 2, "vit", CLIPPED | VALIDATED, {"stages": 2, **DELAYED}),
         more("cyclic_mp", 4, "vit", CLIPPED, {"stages": 4, **DELAYED}),
     ],
     ids=in_words,
@@ -177,7 +177,7 @@ def test_flushes_in_the_middle_change_no_scale_of_predicted_weights() -> None:
 @pytest.mark.parametrize(
     ("preset", "options", "step"),
     [
-        ("cyclic_zero", {}, 4), more("1f1b", {}, 3), ("pipedream_2bw", {}, 2),
+        more("cyclic_zero", {}, 4), more("1f1b", {}, 3), ("pipedream_2bw", {}, 2),
         more("cyclic_mp", DELAYED, 9),
     ],
     ids=in_words,
@@ -220,7 +220,8 @@ def go_on(job: Job, strategy: dict[str, Any], file: Path, back: bool) -> Outcome
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "back"), [("cyclic_mp", "1f1b", False), ("auto", "pipedream_2bw", True)]
+    ("first", "second", "back"),
+    [more("cyclic_mp", "1f1b", False), ("auto", "pipedream_2bw", True)],
 )
 def test_another_plan_goes_on_from_the_newest_scale(
     first: str, second: str, back: bool, tmp_path: Path

@@ -57,7 +57,7 @@ def plugin(precision: str) -> Precision:
         more("cyclic_dp", 2, "32-true", {"stages": 4, "reduce_dtype": "fp16"}),
         # of groups, which add in two places
         ("cyclic_dp", 4, "32-true", {"stages": 4, "group_size": 2, "reduce_dtype": "bf16"}),
-        ("cyclic_dp", 4, "bf16-true", {"stages": 4, "group_size": 2}),
+        more("cyclic_dp", 4, "bf16-true", {"stages": 4, "group_size": 2}),
         # of replicas
         ("1f1b", 4, "bf16-true", {"stages": 2, "replicas": 2}),
         ("pipedream_2bw", 4, "32-true", {"stages": 2, "replicas": 2, "reduce_dtype": "bf16"}),

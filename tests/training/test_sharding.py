@@ -66,7 +66,7 @@ def assert_alike(fit: Callable[[dict[str, Any]], list[Result]], **plan: Any) -> 
         more(3, "resnet", "sgd", 1, {"stages": 3}),
         more(4, "batchnorm_mlp", "sgd", 1, {"stages": 4, "slack": 2}),
         more(2, "gpt2", "adamw", 3, {"stages": 2}),
-        (2, "batchnorm_mlp", "adamw", 2, {"stages": 4, "slack": 2}),
+        more(2, "batchnorm_mlp", "adamw", 2, {"stages": 4, "slack": 2}),
         more(4, "mlp", "adamw", 2, {"stages": 4}),
         (2, "batchnorm_mlp", "adamw", 3, {"stages": 2, "transport": "edges"}),
     ],

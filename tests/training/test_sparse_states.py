@@ -75,12 +75,12 @@ CLIPPED = {"gradient_clip_val": 0.1}
     [
         ("cyclic_dp", 2, "cls_token", None, "bf16-true", {}, {"stages": 3}),
         ("cyclic_zero", 2, "gpt2", None, "bf16-true", {}, {"stages": 3}),
-        ("cyclic_dp_v1", 2, "resnet", None, "bf16-true", CLIPPED, {"stages": 3}),
+        more("cyclic_dp_v1", 2, "resnet", None, "bf16-true", CLIPPED, {"stages": 3}),
         ("lockstep_dp", 2, "cls_token", None, "16-true", CLIPPED, {"stages": 3}),
         ("1f1b", 4, "resnet", None, "bf16-true", CLIPPED, {"stages": 2, "replicas": 2}),
-        ("pipedream_2bw", 2, "resnet", None, "bf16-true", {}, {"stages": 4}),
+        more("pipedream_2bw", 2, "resnet", None, "bf16-true", {}, {"stages": 4}),
         more("cyclic_pipeline", 2, "resnet", None, "bf16-true", {}, {"stages": 4}),
-        ("cyclic_mp", 2, "resnet", None, "bf16-true", {}, {"stages": 2}),
+        more("cyclic_mp", 2, "resnet", None, "bf16-true", {}, {"stages": 2}),
         # parameters that stages share
         ("pipedream_2bw", 2, "gpt2", SharedLayers, "bf16-true", {}, {"stages": 4}),
     ],
@@ -161,7 +161,7 @@ def test_messages_and_masters_are_those_of_what_is_kept() -> None:
         assert rank["messages"] == other["messages"]
 
 
-@pytest.mark.parametrize("dense", ["", EMBEDDING])
+@pytest.mark.parametrize("dense", [more(""), EMBEDDING])
 def test_tied_gradients_and_values_are_those_of_what_is_kept(dense: str) -> None:
     job = job_of("gpt2", 4)
     ranks = pipelines(pruned(job, dense), 2, function=fit_watched, preset="1f1b", stages=2)
@@ -249,7 +249,7 @@ def fit_thawing(job: Job, strategy: Any, name: str, folder: Path) -> Outcome:
 @pytest.mark.parametrize(
     ("preset", "net", "name", "options"),
     [
-        ("lockstep_dp", "llama", "model.lm_head.weight", {"reduce_dtype": "bf16"}),
+        more("lockstep_dp", "llama", "model.lm_head.weight", {"reduce_dtype": "bf16"}),
         ("1f1b", "gpt2", EMBEDDING, {"stages": 2}),  # which stages share
     ],
     ids=in_words,
@@ -286,7 +286,7 @@ def fit_saving(job: Job, strategy: Any, folder: Path, begin: Path | None = None)
 
 @pytest.mark.parametrize(
     ("preset", "case", "module"),
-    [("cyclic_zero", "cls_token", None), ("pipedream_2bw", "gpt2", SharedLayers)],
+    [("cyclic_zero", "cls_token", None), more("pipedream_2bw", "gpt2", SharedLayers)],
     ids=in_words,
 )
 def test_checkpoints_of_a_resumed_run_are_those_of_one_that_was_not_stopped(

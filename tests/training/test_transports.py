@@ -108,10 +108,10 @@ def of_pipeline(preset: str, case: str, num_ranks: int, route: str) -> list[Any]
 @pytest.mark.parametrize(
     ("preset", "case", "num_ranks", "route"),
     [
-        ("1f1b", "resnet", 4, "nccl"), ("cyclic_pipeline", "gpt2", 2, "nccl"),
-        ("pipedream", "gpt2", 2, "nccl"), ("pipedream_2bw", "resnet", 2, "nccl"),
+        more("1f1b", "resnet", 4, "nccl"), ("cyclic_pipeline", "gpt2", 2, "nccl"),
+        more("pipedream", "gpt2", 2, "nccl"), ("pipedream_2bw", "resnet", 2, "nccl"),
         ("pipedream_2bw", "resnet", 2, "edges"), ("pipedream_2bw", "resnet", 2, "host_staged"),
-        ("pipeoptim", "vit", 2, "nccl"), ("cyclic_mp", "resnet", 4, "nccl"),
+        more("pipeoptim", "vit", 2, "nccl"), ("cyclic_mp", "resnet", 4, "nccl"),
         more("cyclic_pipeline", "gpt2", 4, "nccl"), more("pipedream", "gpt2", 4, "nccl"),
         more("pipedream_2bw", "resnet", 4, "nccl"), more("pipeoptim", "vit", 4, "nccl"),
     ],
@@ -135,8 +135,8 @@ def of_whole_steps(
     [
         ("cyclic_dp", 0, "batchnorm_mlp", 3, 3, 2),
         ("cyclic_zero", 2, "gpt2", 3, 6, 1),
-        ("cyclic_dp_v1", 0, "gpt2", 2, 4, 1),
-        ("lockstep_dp", 0, "batchnorm_mlp", 2, 2, 1),
+        more(("cyclic_dp_v1", 0, "gpt2", 2, 4, 1)),
+        more(("lockstep_dp", 0, "batchnorm_mlp", 2, 2, 1)),
     ],
     ids=lambda given: given[0],
 )
