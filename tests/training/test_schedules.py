@@ -31,7 +31,7 @@ class PerEpoch(ResNet):
         return [optimizer], [{"scheduler": scheduler, "interval": "epoch"}]
 
 
-@pytest.mark.parametrize("preset", [more("cyclic_dp"), more("lockstep_dp"), "cyclic_pipeline"])
+@pytest.mark.parametrize("preset", ["cyclic_dp", more("lockstep_dp"), more("cyclic_pipeline")])
 def test_rates_per_epoch(preset: str) -> None:
     m = 4 if preset == "cyclic_pipeline" else 2
     job = Job(case="resnet", module=PerEpoch, num_epochs=3, num_steps=3, num_microbatches=m)
