@@ -274,7 +274,7 @@ class Trained(Model):
 
 class Unrepeatable(Trained):
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * (1 + os.urandom(1)[0])
+        return super().training_step(batch, batch_idx) * (1 + int.from_bytes(os.urandom(4)) / 2**32)
 """
 
 
