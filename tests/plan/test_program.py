@@ -82,6 +82,14 @@ def test_what_a_flush_has_done_is_left_out_of_later_blocks(plan):
     assert behind == [a for a in whole if a not in set(flushed)]
 
 
+def test_a_second_flush_leaves_out_what_the_first_did(plan):
+    for w in range(plan.num_workers):
+        first, second = (plan.program.flush(w, t, ended=t - 1, whole=False) for t in (3, 4))
+        assert {step_of(a) for a in first} <= {3}
+        assert {step_of(a) for a in second} <= {4}
+    replayed(plan, {3, 4})
+
+
 @given(
     preset=st.sampled_from([*sorted(set(PRESETS) - {"cyclic_zero"}), "cyclic_mp, late"]),
     num_stages=st.integers(1, 8),
