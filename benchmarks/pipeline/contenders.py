@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 from torch.utils.data import DataLoader
 
 from benchmarks.pipeline.model import (
@@ -43,6 +48,7 @@ WARM_UP = 2  # steps of every fit that are not timed
 CPU = torch.device("cpu")
 BY_THE_STEP = ("cyclic_pipeline", "pipedream_2bw", "cyclic_mp")
 BY_THE_MICRO_BATCH = ("pipedream", "pipeoptim", "spectrain")  # update after each
+INTERLEAVED = "interleaved_1f1b"
 Figures: TypeAlias = dict[str, Any]
 Contender: TypeAlias = Callable[[int], Figures]
 
@@ -178,23 +184,32 @@ def _summarise(sizes: list[int]) -> Summarise:
 def _torch_pipelining(case: Case, preset: str) -> Contender:
     """Run torch.distributed.pipelining as its tutorial does."""
     rank, last = dist.get_rank(), case.num_stages - 1
-    part, batch = cut_by_hand(case)[rank], case.batch()
+    parts, batch = cut_by_hand(case), case.batch()
+    mine = range(rank, case.num_stages, case.num_workers)
     hidden = torch.zeros(case.rows, case.length, case.width, requires_grad=True)
     logits = torch.zeros(case.rows, case.length, VOCABULARY, requires_grad=True)
-    stage = PipelineStage(
-        part, rank, case.num_stages, CPU,
-        input_args=(batch[: case.rows] if rank == 0 else hidden,),
-        output_args=(logits if rank == last else hidden,),
-    )  # fmt: skip
-    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[preset]
-    schedule = kind(stage, n_microbatches=case.num_microbatches, loss_fn=loss_of)
-    optimizer = case.optimizer(part)
+    stages = [
+        PipelineStage(
+            parts[j], j, case.num_stages, CPU,
+            input_args=(batch[: case.rows] if j == 0 else hidden,),
+            output_args=(logits if j == last else hidden,),
+        )
+        for j in mine
+    ]  # fmt: skip
+    numbers: Any = {"n_microbatches": case.num_microbatches, "loss_fn": loss_of}
+    schedule: Any
+    if preset == INTERLEAVED:
+        schedule = ScheduleInterleaved1F1B(list(stages), **numbers)
+    else:
+        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[preset]
+        schedule = kind(stages[0], **numbers)
+    optimizer = case.optimizer(nn.ModuleList(parts[j] for j in mine))
 
     def step() -> Any:
         losses: list[torch.Tensor] = []
         if rank == 0:
             schedule.step(batch)
-        elif rank == last:
+        elif last in mine:
             schedule.step(target=batch, losses=losses)
         else:
             schedule.step()

@@ -1,7 +1,7 @@
 """Compare pipelines side by side in one run.
 
     python -m benchmarks pipeline                    all tables
-    python -m benchmarks pipeline --only b4          one: a, b2, b4, c, d2, d4; or all of b, or d
+    python -m benchmarks pipeline --only b4          a, b2, b4, c, d2, d4 or e; or all of b, or d
     python -m benchmarks pipeline --only d2 --micro 2 4 8    with these numbers of micro-batches
     python -m benchmarks pipeline --only d4 --sleep-ms 10    compute slept, where workers share
                                                      cores, as d4 does by default; 0 computes
@@ -12,6 +12,8 @@ b   1f1b and gpipe against torch.distributed.pipelining's, 2 and 4 processes on 
 c   gpipe against torchgpipe on a Sequential, one process, if torchgpipe is installed
 d   pipelines without a flush against 1f1b, 2 and 4 processes on loopback, a table for each number
     of micro-batches
+e   several stages of each worker against 1f1b and torch.distributed.pipelining, 4 processes,
+    compute slept
 
 All train the same GPT, in the same micro-batches, with one torch thread per process. Every
 contender has processes of its own, which take turns, round after round, so that a drift of the
@@ -46,7 +48,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from benchmarks.pipeline.contenders import BY_THE_MICRO_BATCH, BY_THE_STEP
+from benchmarks.pipeline.contenders import BY_THE_MICRO_BATCH, BY_THE_STEP, INTERLEAVED
 from benchmarks.pipeline.model import Case
 from benchmarks.pipeline.profile import num_cores, predicted_s, useful_s
 from benchmarks.pipeline.teams import Rounds, make_contender, run_teams
@@ -72,6 +74,10 @@ CASES = {
         ONE, name="d: 4 processes, no flush", num_workers=4, num_microbatches=8, rows=4,
         num_steps=2, rounds=5, sleep_ms=10,
     ),
+    "e": replace(
+        ONE, name="e: 4 processes, stages apart", num_workers=4, rows=4, num_steps=4, rounds=7,
+        sleep_ms=10,
+    ),
     "c": replace(ONE, name="c: 1 process, a Sequential, remat except the last micro-batch"),
 }  # fmt: skip
 # contender -> what it is compared with; the references stand for themselves
@@ -86,7 +92,8 @@ PAIRS = {
     },
     "c": {"sequential gpipe": "torchgpipe gpipe"},
 }  # fmt: skip
-NUM_MICRO = {"d2": [2, 4, 8], "d4": [4, 8]}
+NUM_MICRO = {"d2": [2, 4, 8], "d4": [4, 8], "e": [4, 8]}
+STAGES_EACH = {"1f1b": 1, INTERLEAVED: 2}  # of a worker, in e
 _REFERENCE = "1f1b"
 _MOST_PROCESSES = 4
 SLEPT = {"width": 64, "length": 32}  # so that what is computed beside the sleep is little
@@ -169,6 +176,29 @@ def _print_row(preset: str, case: Case, measured: Case, rounds: dict[str, Rounds
     )
 
 
+def report_apart(case: Case, num_microbatches: int) -> None:
+    """Run executors with one stage of a worker and with several, and print their table."""
+    case = replace(case, num_microbatches=num_microbatches)
+    cases = {
+        f"{executor} {preset}": replace(case, num_stages=case.num_workers * each)
+        for preset, each in STAGES_EACH.items()
+        for executor in ("loop", "torch")
+    }
+    rounds = run_teams(cases, case.num_steps, case.rounds)
+    walls = {name: [max(w["wall"] for w in r) for r in rounds[name]] for name in rounds}
+    print(f"\n  m = {num_microbatches}")
+    print(f"  {'':22} {'ms per step':>11}  {'of the time of 1f1b':23} of the time of torch's")
+    for preset in STAGES_EACH:
+        for executor in ("loop", "torch"):
+            wall = walls[f"{executor} {preset}"]
+            each = [
+                spread([a / b for a, b in zip(wall, walls[f"{one} {of}"], strict=True)])
+                for one, of in (("loop", _REFERENCE), ("torch", preset))
+            ]
+            milliseconds = 1000 * median(wall)
+            print(f"  {executor + ' ' + preset:22} {milliseconds:11.1f}  {each[0]:23} {each[1]}")
+
+
 def profile(case: Case) -> None:
     """Print where the time of the staged step goes, beside the plain step's."""
     for name in ("loop 1f1b", "loop plain"):
@@ -212,7 +242,8 @@ def run(args: argparse.Namespace) -> None:
             print("  torchgpipe is not installed: nothing is compared")
         elif key in NUM_MICRO:
             for num_microbatches in args.micro or NUM_MICRO[key]:
-                report_flows(case, num_microbatches)
+                table = report_apart if key == "e" else report_flows
+                table(case, num_microbatches)
         else:
             pairs = PAIRS[key[0]].items()
             report(case, {n: r for n, r in pairs if not (args.loop and n.startswith("trainer"))})

@@ -28,6 +28,7 @@ from lightning_cyclic.cli.selftest import add_selftest, presets_of
 from lightning_cyclic.cli.user_code import load
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
+from lightning_cyclic.plan.presets import default_num_stages
 from lightning_cyclic.planner.candidates import INSIDE_BANDWIDTH, INSIDE_LATENCY
 from lightning_cyclic.simulate import (
     Costs,
@@ -196,9 +197,10 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
+    depth = arguments.workers // arguments.replicas
     return make_plan(
         arguments.preset,
-        num_stages=arguments.stages or max(1, arguments.workers // arguments.replicas),
+        num_stages=arguments.stages or default_num_stages(_schedule(arguments.preset), depth),
         num_workers=arguments.workers,
         num_microbatches=arguments.num_microbatches,
         num_steps=arguments.steps,
@@ -206,6 +208,10 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         group_size=arguments.group_size,
         replicas=arguments.replicas,
     )
+
+
+def _schedule(preset: str) -> str:
+    return PRESETS[preset].schedule if preset in PRESETS else "cyclic"  # make_plan refuses it
 
 
 def _draw(arguments: argparse.Namespace) -> str:

@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 from lightning_cyclic.compat import LightningEnvironment, LightningModule, ModelCheckpoint, Trainer
 from lightning_cyclic.plan import PRESETS
 from lightning_cyclic.plan.placement import Shared
+from lightning_cyclic.plan.presets import default_num_stages
 from lightning_cyclic.plugin.strategy import PlannedStrategy
 from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.transport.choice import Route
@@ -87,8 +88,12 @@ class Trial:
 
     @property
     def num_stages(self) -> int:
-        shared = self.preset in PRESETS and PRESETS[self.preset].placement == "shared"
-        return Shared.fewest_stages(self.size) if shared else self.size
+        if self.preset not in PRESETS:
+            return self.size
+        preset = PRESETS[self.preset]
+        if preset.placement == "shared":
+            return Shared.fewest_stages(self.size)
+        return default_num_stages(preset.schedule, self.size)
 
 
 class Came(NamedTuple):

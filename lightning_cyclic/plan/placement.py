@@ -4,8 +4,10 @@ Four answers:
 
     replicated   w = i % N      a worker runs whole micro-batches, as in data parallelism; those
                                 of a step in one or several rounds of N
-    pipelined    w = j          a worker runs one stage (contiguous stages where N < S); of
-                                several replicas, micro-batch i runs on replica i % replicas
+    pipelined    w = home(j)    a worker runs one stage, or several where N < S, which the
+                                schedule asks for: neighbours (block), every p-th of p workers
+                                (loop), or there and back (vee); of several replicas,
+                                micro-batch i runs on replica i % replicas
     shared       S-j places     a device per live activation, S(S+1)/2 in all, not S*S
     single       w = 0          one worker runs everything: the reference
 
@@ -33,12 +35,18 @@ class AbstractPlacement(ABC):
 
     Args:
         replicas: replicas of the pipeline, for placements that allow more than one. [1]
+        shape: of a pipeline, which stages a worker has that has several; of four, two workers:
+
+            block   0 1 | 2 3    neighbours, however many
+            loop    0 2 | 1 3    a micro-batch passes all workers, then again
+            vee     0 3 | 1 2    it passes all workers, and comes back
     """
 
     num_stages: int
     num_workers: int
     num_microbatches: int
     replicas: int = 1
+    shape: str = "block"
 
     takes_turns: ClassVar[bool] = False
     """Whether the worker of a micro-batch on a stage depends on the step."""
@@ -106,20 +114,28 @@ class Replicated(AbstractPlacement):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelined(AbstractPlacement):
-    """Give stage j to worker j; with fewer workers, contiguous stages to each.
+    """Give stage j to worker j; with fewer workers, several stages to each.
 
-    With a replicas, that many replicas of the pipeline take the micro-batches in turn.
+    With replicas, that many pipelines take the micro-batches in turn.
     """
 
-    schedules: ClassVar[tuple[str, ...]] = ("cyclic", "gpipe", "1f1b")
-    wide_schedules: ClassVar[tuple[str, ...]] = ("gpipe", "1f1b", "cyclic")
+    schedules: ClassVar[tuple[str, ...]] = ("cyclic", "gpipe", "1f1b", "interleaved_1f1b")
+    wide_schedules: ClassVar[tuple[str, ...]] = ("gpipe", "1f1b", "interleaved_1f1b", "cyclic")
 
     @property
     def depth(self) -> int:
         return self.num_workers // self.replicas
 
     def worker(self, t: int, i: int, j: int) -> int:
-        return i % self.replicas * self.depth + j * self.depth // self.num_stages
+        return i % self.replicas * self.depth + self._home(j)
+
+    def _home(self, j: int) -> int:
+        p = self.depth
+        if self.shape == "block":
+            return j * p // self.num_stages
+        if self.shape == "loop":
+            return j % p
+        return min(j % (2 * p), 2 * p - 1 - j % (2 * p))
 
     def misfit(self) -> str | None:
         if self.num_workers % self.replicas:
@@ -136,7 +152,7 @@ class Pipelined(AbstractPlacement):
                 "use "
                 f"num_microbatches={(self.num_microbatches // self.replicas + 1) * self.replicas}"
             )
-        return None if self.depth <= self.num_stages else self._too_deep()
+        return self._too_deep() if self.depth > self.num_stages else self._uneven()
 
     def _too_deep(self) -> str:
         replicas = f" and replicas={self.replicas}" if self.replicas > 1 else ""
@@ -148,6 +164,17 @@ class Pipelined(AbstractPlacement):
             f"allowed with placement 'pipelined': at most one worker per stage{of_each}; "
             f"use num_stages={self.depth} or num_workers={self.num_stages * self.replicas}"
             + (f", or replicas={wider}" if fills else "")
+        )
+
+    def _uneven(self) -> str | None:
+        """Say that some workers would have more stages than others, which only blocks allow."""
+        if self.shape == "block" or self.num_stages % self.depth == 0:
+            return None
+        fewer = self.num_stages // self.depth * self.depth
+        return (
+            f"num_stages={self.num_stages} with {self.depth} workers of each replica; this "
+            "schedule gives each of them as many stages, so allowed: multiples of the workers; "
+            f"use num_stages={fewer} or {fewer + self.depth}"
         )
 
     def workers_of(self, j: int) -> tuple[int, ...]:
@@ -229,7 +256,7 @@ class Single(AbstractPlacement):
 
     overlaps: ClassVar[bool] = False
     schedules: ClassVar[tuple[str, ...]] = (
-        "lockstep", "cyclic", "gpipe", "1f1b",
+        "lockstep", "cyclic", "gpipe", "1f1b", "interleaved_1f1b",
     )  # fmt: skip
 
     def worker(self, t: int, i: int, j: int) -> int:

@@ -83,6 +83,7 @@ class Plan:
                 num_workers=self.num_workers,
                 num_microbatches=self.num_microbatches,
                 replicas=self.replicas,
+                shape=SCHEDULES[self.schedule].shape,
             ),
             weights=WEIGHTS[self.weights](),
             sharding=SHARDINGS[self.sharding](),
@@ -96,6 +97,7 @@ class Plan:
             num_stages=self.num_stages,
             num_microbatches=num_microbatches // self.group_size,
             spacing=self.spacing,
+            depth=self.num_workers // self.replicas,
         )
         return self._side_by_side(of_groups, num_microbatches, self.group_size)
 

@@ -26,6 +26,7 @@ from lightning_cyclic.plan.schedules import (
     AbstractSchedule,
     Cyclic,
     GPipe,
+    Interleaved,
     Lockstep,
     OneFOneB,
 )
@@ -43,6 +44,7 @@ SCHEDULES: Final[dict[str, type[AbstractSchedule]]] = {
     "cyclic": Cyclic,
     "gpipe": GPipe,
     "1f1b": OneFOneB,
+    "interleaved_1f1b": Interleaved,
 }
 PLACEMENTS: Final[dict[str, type[AbstractPlacement]]] = {
     "replicated": Replicated,
@@ -106,6 +108,9 @@ PRESETS: Final[dict[str, Preset]] = {
     ),
     "gpipe": Preset("gpipe", "pipelined", "sync", "none", "GPipe, arXiv 1811.06965"),
     "1f1b": Preset("1f1b", "pipelined", "sync", "none", "PipeDream-Flush, arXiv 2006.09503"),
+    "interleaved_1f1b": Preset(
+        "interleaved_1f1b", "pipelined", "sync", "none", "interleaved 1F1B, arXiv 2104.04473"
+    ),
     "pipedream": Preset("cyclic", "pipelined", "stashed", "none", "PipeDream, SOSP 2019"),
     "pipedream_2bw": Preset(
         "cyclic", "pipelined", "delayed", "none", "PipeDream-2BW, arXiv 2006.09503"
@@ -165,6 +170,11 @@ def check_group_size(group_size: int, num_workers: int) -> None:
             "workers, "
             f"so allowed: {', '.join(map(str, allowed))}; use group_size={nearest}"
         )
+
+
+def default_num_stages(schedule: str, depth: int) -> int:
+    """Give the stages of a pipeline whose replicas have so many workers."""
+    return max(1, depth) * SCHEDULES[schedule].stages_per_worker
 
 
 def default_num_micro(axes: dict[str, str], num_stages: int, num_workers: int) -> int:

@@ -10,7 +10,7 @@ from typing import Final, Self, final
 from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan import Plan, make_plan
 from lightning_cyclic.plan.placement import Shared
-from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS, SHARDINGS
+from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS, SCHEDULES, SHARDINGS, Preset
 from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.planner.ring import RingNumbers, best_around_ring
 from lightning_cyclic.planner.stages import Stages
@@ -101,12 +101,17 @@ class StatesPerParam:
         )
 
 
+def _is_planned(preset: Preset) -> bool:
+    return SCHEDULES[preset.schedule].stages_per_worker == 1
+
+
 def _default_presets() -> tuple[str, ...]:
-    """Leave out names for the axes of an earlier preset."""
+    """Leave out names for the axes of an earlier preset, and what cannot be planned yet."""
     first: dict[tuple[str, ...], str] = {}
     for name, preset in PRESETS.items():
         axes = preset.schedule, preset.placement, preset.weights, preset.sharding
-        first.setdefault(axes, name)
+        if _is_planned(preset):
+            first.setdefault(axes, name)
     return tuple(first.values())
 
 
@@ -160,6 +165,11 @@ class Problem:
         for preset in self.presets:
             if preset not in PRESETS:
                 raise PlanError(one_of(preset, list(PRESETS), "preset", "use cyclic_pipeline"))
+            if not _is_planned(PRESETS[preset]):
+                raise PlanError(
+                    f"preset {preset!r}, whose workers have several stages each, is not planned "
+                    f"yet; allowed: {', '.join(DEFAULT_PRESETS)}; use '1f1b', and compare both"
+                )
         for name, least in (("num_workers", 1), ("batch_size", 0), ("state_per_param", 0)):
             if getattr(self, name) < least:
                 raise PlanError(

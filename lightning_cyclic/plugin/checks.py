@@ -25,15 +25,10 @@ from lightning_cyclic.compat import (
 )
 from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plan.presets import AXES
+from lightning_cyclic.plan.presets import AXES, PRESETS
 from lightning_cyclic.runtime.absent import is_absent, num_bytes_of
 from lightning_cyclic.runtime.compiled import is_compiled
 from lightning_cyclic.runtime.weight_forms import WeightForms
-
-RUNNABLE = (
-    "cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_pipeline", "gpipe", "1f1b", "pipedream",
-    "pipedream_2bw", "pipeoptim", "spectrain", "cyclic_mp", "cyclic_zero",
-)  # fmt: skip
 
 
 def check_plan(plan: Plan) -> None:
@@ -102,7 +97,7 @@ def _check_stagewise(plan: Plan) -> None:
 def _not_run(plan: Plan, what: str) -> PlanError:
     return PlanError(
         f"{what} (preset {plan.preset!r}) has no runtime yet; allowed: "
-        f'presets {", ".join(RUNNABLE)}; use strategy="cyclic_dp", or look at the plan with '
+        f'presets {", ".join(PRESETS)}; use strategy="cyclic_dp", or look at the plan with '
         f"`lightning-cyclic draw {plan.preset} --workers {plan.num_workers}`"
     )
 

@@ -15,7 +15,7 @@ from torch import nn
 from lightning_cyclic.errors import ConfigurationError, PlanError, one_of
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.plan.placement import Shared
-from lightning_cyclic.plan.presets import AXES
+from lightning_cyclic.plan.presets import AXES, default_num_stages
 from lightning_cyclic.planner.candidates import DEFAULT_BANDWIDTH, DEFAULT_LATENCY
 from lightning_cyclic.plugin.checks import check_plan, is_stagewise
 from lightning_cyclic.plugin.clipping import CLIPPING
@@ -361,8 +361,7 @@ class Options:
             return 1  # of a plan of plausible numbers
         if self.group_size != "host":
             return int(self.group_size)
-        schedule = dict(self.axes).get("schedule") or PRESETS[self.preset].schedule
-        are_staggered = schedule == "cyclic" and self.plans_placement == "replicated"
+        are_staggered = self._schedule == "cyclic" and self.plans_placement == "replicated"
         return self.workers_per_host if are_staggered else 1
 
     def expected_stages(self, module: nn.Module | None) -> int:
@@ -379,7 +378,7 @@ class Options:
         if self.plans_placement == "shared":
             return Shared.fewest_stages(self.num_workers)
         if self.is_stagewise:
-            return max(1, self.num_workers // self.replicas)
+            return default_num_stages(self._schedule, self.num_workers // self.replicas)
         assert module is not None
         ps = [p for p in module.parameters() if p.requires_grad]
         wanted = auto_stages(self.num_workers, sum(p.numel() * p.element_size() for p in ps))
@@ -389,7 +388,7 @@ class Options:
         """Make a plan of plausible numbers, as the real ones may not be known yet."""
         num_stages = self.given_stages or (2 if self.num_microbatches else 4)
         numbers = {"single": 1, "replicated": self.num_microbatches or 2}
-        workers = min(2, num_stages) * self.replicas
+        workers = self.replicas * (1 if num_stages % 2 else 2)  # which any placement can share
         return self.plan(num_stages, num_workers=numbers.get(self.plans_placement, workers))
 
     @property
@@ -403,6 +402,10 @@ class Options:
     def plans_placement(self) -> str:
         """Return the placement of the plan: the one that was chosen, or follows."""
         return self._placement or PRESETS[self.preset].placement
+
+    @property
+    def _schedule(self) -> str:
+        return dict(self.axes).get("schedule") or PRESETS[self.preset].schedule
 
     @property
     def _placement(self) -> str | None:

@@ -19,7 +19,7 @@ import torch
 from lightning_cyclic.cli import selftest
 from lightning_cyclic.cli.main import main
 from lightning_cyclic.cli.trial import Came, Ended, Trial, digests
-from lightning_cyclic.plugin.checks import RUNNABLE
+from lightning_cyclic.plan import PRESETS
 
 COMMAND = [sys.executable, "-m", "lightning_cyclic.cli.main", "selftest", "--accelerator", "cpu"]
 
@@ -141,12 +141,12 @@ def test_where_it_runs(
 
 def test_all_presets_that_run_are_tried_and_some_alone() -> None:
     presets = selftest.presets_of([])
-    assert set(presets) == set(RUNNABLE)
+    assert set(presets) == PRESETS.keys()
     place = selftest._place("cpu", 2)
     pairs = list(selftest._trials(presets, place, "auto"))
     assert [given.preset for given, _ in pairs if given.num_workers == 2] == presets
     alone = {given.preset for given, expected in pairs if not expected.preset}
-    assert alone == {"gpipe", "1f1b", "lockstep_dp"}
+    assert alone == {"gpipe", "1f1b", "interleaved_1f1b", "lockstep_dp"}
 
 
 @pytest.mark.parametrize(

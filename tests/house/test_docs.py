@@ -23,7 +23,6 @@ from lightning_cyclic import __all__ as public_names
 from lightning_cyclic.cli.main import _parser, main
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.plan.presets import AXES
-from lightning_cyclic.plugin.checks import RUNNABLE
 from tests.harness.commands import Command, Commands
 
 ROOT = Path(__file__).parents[2]
@@ -385,7 +384,7 @@ def quoted(value: object) -> str:
 
 def test_readme_names_the_presets_that_train():
     named = set(re.findall(r"`(\w+)`", read(README)))
-    assert set(RUNNABLE) == set(PRESETS) <= named
+    assert named >= PRESETS.keys()
 
 
 def test_letters_of_messages_are_in_the_glossary():

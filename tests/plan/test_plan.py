@@ -11,6 +11,7 @@ from lightning_cyclic.errors import PlanError, ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import Kind, Lane, Payload
 from lightning_cyclic.plan.check.proof import validate
+from lightning_cyclic.plan.presets import SCHEDULES
 
 
 def text_of(plan, w):
@@ -27,6 +28,7 @@ def test_presets_are_those_of_the_design():
         "cyclic_pipeline": ("cyclic", "pipelined", "freshest", "none"),
         "gpipe": ("gpipe", "pipelined", "sync", "none"),
         "1f1b": ("1f1b", "pipelined", "sync", "none"),
+        "interleaved_1f1b": ("interleaved_1f1b", "pipelined", "sync", "none"),
         "pipedream": ("cyclic", "pipelined", "stashed", "none"),
         "pipedream_2bw": ("cyclic", "pipelined", "delayed", "none"),
         "pipeoptim": ("cyclic", "pipelined", "predicted", "none"),
@@ -163,9 +165,11 @@ def numbers(draw):
         return found | {"num_workers": min(num_workers, num_stages * (num_stages + 1) // 2)}
     groups = st.sets(stages, min_size=2, max_size=3).map(sorted).map(tuple)
     has_ties = num_stages > 1 and PRESETS[preset].weights != "predicted"
-    replicas = draw(st.integers(1, 3))
+    replicas, depth = draw(st.integers(1, 3)), min(num_workers, num_stages)
+    while SCHEDULES[PRESETS[preset].schedule].shape != "block" and num_stages % depth:
+        depth -= 1  # all workers have as many stages
     return found | {
-        "num_workers": min(num_workers, num_stages) * replicas,
+        "num_workers": depth * replicas,
         "num_microbatches": max(1, num_stages + draw(st.integers(-1, 4))) * replicas,
         "replicas": replicas,
         "tied": draw(st.lists(groups, max_size=2)) if has_ties else (),
@@ -235,6 +239,10 @@ def test_a_single_worker_reads_the_versions_of_the_workers_it_stands_for():
             r"'full' does not fit placement 'pipelined'",
         ),
         ({"placement": "pipelined", "num_workers": 3}, r"at most one worker per stage"),
+        (
+            {"preset": "interleaved_1f1b", "num_stages": 5, "num_workers": 2},
+            r"num_stages=5 with 2 workers of each replica; .* use num_stages=4 or 6",
+        ),
         ({"placement": "single"}, r"use num_workers=1"),
         ({"placement": "shared", "num_workers": 4}, r"use num_workers=3 or fewer"),
         ({"relayed": [2]}, r"relayed=\(2,\); allowed: stages 0 to 1"),

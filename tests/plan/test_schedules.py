@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.actions import Kind
+from lightning_cyclic.plan.check.proof import validate
 from lightning_cyclic.plan.clock import Entry, picture
 from lightning_cyclic.plan.dataflow import live_activations
-from lightning_cyclic.plan.schedules import Cyclic, Lockstep
+from lightning_cyclic.plan.schedules import Cell, Cyclic, Lockstep, longest_path
 
 
 @pytest.mark.parametrize(
@@ -76,6 +79,16 @@ from lightning_cyclic.plan.schedules import Cyclic, Lockstep
             w1     . 1F0 1B0 1F2 1B2   .
             w2   0F1 0F3   . 0B1   . 0B3
             w3     . 1F1 1B1 1F3 1B3   ."""),
+        # of four stages each worker has two that are no neighbours
+        ("interleaved_1f1b", 4, 2, 1, {"num_microbatches": 2}, """
+            slot   0   1   2   3   4   5   6   7   8   9
+            w0   0F0 0F1 2F0 2F1   . 2B0   . 2B1 0B0 0B1
+            w1     . 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1   ."""),
+        # the last group of as many micro-batches as there are workers need not be full
+        ("interleaved_1f1b", 4, 2, 1, {"num_microbatches": 3}, """
+            slot   0   1   2   3   4   5   6   7   8   9  10  11  12  13  14
+            w0   0F0 0F1 2F0 2F1 0F2 2B0   . 2B1 2F2 0B0 0B1   . 2B2   . 0B2
+            w1     . 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1B1 3F2 3B2   . 1B2   ."""),
     ],
 )  # fmt: skip
 def test_timetables(preset, num_stages, num_workers, num_steps, more, expected):
@@ -103,6 +116,49 @@ def test_published_bubbles_and_activations(preset, num_stages, num_microbatches)
         num_microbatches if preset == "gpipe" else min(num_microbatches, num_stages - j)
         for j in range(num_stages)
     ]
+
+
+@settings(deadline=None)
+@given(
+    num_workers=st.integers(1, 5), stages_each=st.integers(1, 3), groups=st.integers(1, 4),
+)  # fmt: skip
+def test_bubbles_and_activations_of_interleaved_stages(num_workers, stages_each, groups):
+    """Megatron's: bubble (p - 1) / (v m + p - 1) where p divides m (section 2.2.2)."""
+    p, v, m = num_workers, stages_each, groups * num_workers
+    plan = make_plan(
+        "interleaved_1f1b", num_stages=p * v, num_workers=p, num_microbatches=m, num_steps=1,
+        proved=False,
+    )  # fmt: skip
+    assert {s for s, _, _ in plan.timetable} == set(range(2 * (v * m + p - 1)))
+    assert Counter(w for _, w, _ in plan.timetable) == dict.fromkeys(range(p), 2 * v * m)
+    assert [live_activations(program) for program in plan.programs] == [
+        min(v * m, 2 * (p - 1 - w) + (v - 1) * p + 1) for w in range(p)
+    ]
+
+
+@settings(deadline=None)
+@given(
+    num_workers=st.integers(1, 4), stages_each=st.integers(1, 3),
+    num_microbatches=st.integers(1, 9),
+)  # fmt: skip
+def test_interleaved_stages_take_any_number_of_micro_batches(
+    num_workers, stages_each, num_microbatches
+):
+    validate(
+        make_plan(
+            "interleaved_1f1b", num_stages=num_workers * stages_each, num_workers=num_workers,
+            num_microbatches=num_microbatches, num_steps=2,
+        )
+    )  # fmt: skip
+
+
+def test_an_order_in_which_nobody_can_go_on_is_refused():
+    forward, backward = ([Cell(kind, 0, j) for j in (0, 1)] for kind in (Kind.F, Kind.B))
+    assert longest_path([[forward[0], backward[0]], [forward[1], backward[1]]], 2) == {
+        forward[0]: 0, forward[1]: 1, backward[1]: 2, backward[0]: 3,
+    }  # fmt: skip
+    with pytest.raises(PlanError, match="in this order 0B0 would wait for ever for what is behin"):
+        longest_path([[backward[0], forward[0]], [forward[1], backward[1]]], 2)
 
 
 sizes = st.integers(1, 8)

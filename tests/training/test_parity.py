@@ -53,6 +53,14 @@ def test_training_changes_what_is_trained(name: str) -> None:
         more("resnet", "1f1b", 4, {"stages": 4}),
         more("gpt2", "1f1b", 4, {"stages": 4}),
         ("t5", "gpipe", 2, {"stages": 4, **BUT_LAST}),  # of whose stages three share a weight
+        # several stages of each worker
+        ("gpt2", "interleaved_1f1b", 2, {"stages": 4}),  # of which the first and last share one
+        ("resnet", "interleaved_1f1b", 2, {"stages": 6, "num_microbatches": 3}),
+        more("unet", "interleaved_1f1b", 2, {"stages": 4, **BUT_LAST}),
+        more("resnet", "interleaved_1f1b", 4, {"stages": 4, "replicas": 2}),
+        more("t5", "interleaved_1f1b", 2, {"stages": 4}),
+        more("gru", "interleaved_1f1b", 2, {"stages": 4, "num_microbatches": 5}),
+        more("resnet", "interleaved_1f1b", 1, {"stages": 4}),
         # run again
         ("resnet", "1f1b", 2, {"stages": 4, **AGAIN}),
         more("gpt2", "1f1b", 2, {"stages": 2, **AGAIN}),
