@@ -274,7 +274,8 @@ class Trained(Model):
 
 class Unrepeatable(Trained):
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * (1 + int.from_bytes(os.urandom(4)) / 2**32)
+        drawn = int.from_bytes(os.urandom(4)) / 2**32
+        return super().training_step(batch, batch_idx) * (1 + drawn)
 """
 
 

@@ -61,7 +61,7 @@ PIPELINE = partial(PipelineStrategy, "1f1b")
         (CyclicStrategy, {"stages": [1, 2]}, "stages=[1, 2]", "list of module pa", "use "),
         (CyclicStrategy, {"stages": [["a"]]}, "stages=[['a']]", "list of module pa", "use "),
         (CyclicStrategy, {"timeout": 5}, "timeout=5", "a datetime.timedelta above 0", "use time"),
-        (CyclicStrategy, {"timeout": timedelta()}, "timedelta(0)", "timedelta above 0", "use time"),
+        (CyclicStrategy, {"timeout": timedelta()}, "delta(0)", "a datetime.timedelta", "use time"),
         (CyclicStrategy, {"clip_norm": "all"}, "clip_norm='all'", "'stage', 'global'", "use "),
         (CyclicStrategy, {"relay_buffers": "no"}, "relay_buffers='no'", "'auto', 'all'", "use "),
         (CyclicStrategy, {"replicas": 2}, "'replicas'", "preset, stages", "of PipelineStrategy"),
