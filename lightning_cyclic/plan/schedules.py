@@ -10,12 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, TypeVar, final
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.plan.clock import ceil_div
 
 TWO_SLOTS = Fraction(2)
@@ -134,97 +133,111 @@ class Cyclic(AbstractSchedule):
         return self.spacing.numerator * i + self.unit * (2 * self.num_stages - 1 - j)
 
 
-class Cell(NamedTuple):
-    """Name a forward or backward of a step."""
-
-    kind: Kind
-    i: int
-    j: int
-
-
 @dataclass(frozen=True, kw_only=True)  # no slots: the times are cached in __dict__
 class AbstractOrder(AbstractSchedule):
     """Run cells in an order, each as soon as it can; then a flush.
 
-    So every schedule with a flush is some lists of cells, and one longest path gives its times.
+    So every schedule with a flush is some lists of cells, and one longest path gives their times.
+    A cell is a number, as there may be millions: first all forwards, micro-batch by micro-batch
+    and in each of them stage by stage, then all backwards in the same order.
     """
 
     @abstractmethod
-    def orders(self) -> Iterator[Sequence[Cell]]:
+    def orders(self) -> Iterator[Sequence[int]]:
         """Yield lists of cells, each of which is run one after the other."""
-
-    @cached_property
-    def _starts(self) -> dict[Cell, int]:
-        return longest_path(list(self.orders()), self.num_stages)
-
-    @cached_property
-    def _period(self) -> int:
-        return 1 + max(self._starts.values())
 
     @property
     def period(self) -> int:
-        return self._period
+        return self._times[1]
 
     def forward(self, i: int, j: int) -> int:
-        return self._starts[Cell(Kind.F, i, j)]
+        return self._times[0][i * self.num_stages + j]
 
     def backward(self, i: int, j: int) -> int:
-        return self._starts[Cell(Kind.B, i, j)]
+        return self._times[0][(self.num_microbatches + i) * self.num_stages + j]
 
-    def _cells(self, kind: Kind, j: int) -> list[Cell]:
-        return [Cell(kind, i, j) for i in range(self.num_microbatches)]
+    @cached_property
+    def _times(self) -> tuple[list[int], int]:
+        return _timed(self)
+
+    @property
+    def _middle(self) -> int:
+        """The first backward."""
+        return self.num_microbatches * self.num_stages
+
+    def _cells(self, j: int) -> tuple[Sequence[int], Sequence[int]]:
+        """List the forwards and the backwards of a stage, in the order of micro-batches."""
+        begin, step = self._middle, self.num_stages
+        return range(j, begin, step), range(begin + j, 2 * begin, step)
 
 
-def longest_path(orders: Sequence[Sequence[Cell]], num_stages: int) -> dict[Cell, int]:
+@lru_cache(maxsize=32)  # plans that differ in other numbers look at the same times
+def _timed(schedule: AbstractOrder) -> tuple[list[int], int]:
+    """Return the start of each cell, and the slots of a step."""
+    starts = longest_path(list(schedule.orders()), schedule.num_stages, schedule.num_microbatches)
+    return starts, 1 + max(starts)
+
+
+_NOT_YET, _NOTHING = -2, -1  # in place of a slot: of what has not run, of what need not have
+
+
+def longest_path(
+    orders: Sequence[Sequence[int]], num_stages: int, num_microbatches: int
+) -> list[int]:
     """Give each cell the first slot in which it can start: behind all that it reads.
 
+    A forward reads what that of the stage before makes, a backward what its own forward has left
+    and the backward of the next stage makes.
+
     Args:
-        orders: of which each is run one after the other, a slot for each cell.
+        orders: of cells (see AbstractOrder), each run one after the other, a slot for each cell.
 
     Raises:
         PlanError: no order can go on.
 
     Example:
-        >>> f, b = Cell(Kind.F, 0, 0), Cell(Kind.B, 0, 0)
-        >>> longest_path([[f, b]], 1) == {f: 0, b: 1}
-        True
+        >>> longest_path([[0, 2], [1, 3]], num_stages=2, num_microbatches=1)
+        [0, 1, 3, 2]
     """
-    starts: dict[Cell, int] = {}
+    middle, last = num_stages * num_microbatches, num_stages - 1
+    starts = [_NOT_YET] * (2 * middle)
     places, free = [0] * len(orders), [0] * len(orders)
     goes_on = True
     while goes_on:
         goes_on = False
         for w, order in enumerate(orders):
-            for cell in order[places[w] :]:
-                before = list(_reads(cell, num_stages))
-                if not all(x in starts for x in before):
+            begin, start = places[w], free[w]
+            for n in range(begin, len(order)):
+                cell = order[n]
+                j = cell % num_stages
+                if cell < middle:
+                    before = starts[cell - 1] if j else _NOTHING
+                elif (before := starts[cell - middle]) != _NOT_YET and j < last:
+                    before = starts[cell + 1]  # the next stage's, which is behind that forward
+                if before == _NOT_YET:
                     break
-                starts[cell] = max([free[w], *(starts[x] + 1 for x in before)])
-                free[w], places[w], goes_on = starts[cell] + 1, places[w] + 1, True
+                starts[cell] = start = max(start, before + 1)
+                start += 1
+                places[w] = n + 1
+            free[w] = start
+            goes_on |= places[w] > begin
     for order, place in zip(orders, places, strict=True):
         if place < len(order):
-            kind, i, j = order[place]
+            is_backward, cell = divmod(order[place], middle)
+            i, j = divmod(cell, num_stages)
             raise PlanError(
-                f"in this order {j}{kind}{i} would wait for ever for what is behind it; allowed: "
-                "orders in which each forward is behind that of the stage before, and each "
-                "backward behind its forward and the backward of the next stage; run it later"
+                f"in this order {j}{'FB'[is_backward]}{i} would wait for ever for what is behind "
+                "it; allowed: orders in which each forward is behind that of the stage before, "
+                "and each backward behind its forward and the backward of the next stage; run it "
+                "later"
             )
     return starts
 
 
-def _reads(cell: Cell, num_stages: int) -> Iterator[Cell]:
-    """Yield the cells that make what one reads."""
-    kind, i, j = cell
-    if kind is Kind.F:
-        if j > 0:
-            yield Cell(Kind.F, i, j - 1)
-        return
-    yield Cell(Kind.F, i, j)
-    if j + 1 < num_stages:
-        yield Cell(Kind.B, i, j + 1)
+_Cell = TypeVar("_Cell")
 
 
-def one_by_one(forwards: Sequence[Cell], backwards: Sequence[Cell], warm_up: int) -> list[Cell]:
+def one_by_one(forwards: Sequence[_Cell], backwards: Sequence[_Cell], warm_up: int) -> list[_Cell]:
     """Run some forwards, then a forward and a backward in turn, then the other backwards."""
     warm_up = min(warm_up, len(forwards))
     turns = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
@@ -245,10 +258,10 @@ class GPipe(AbstractOrder):
     Source: Huang et al., "GPipe", https://arxiv.org/abs/1811.06965.
     """
 
-    def orders(self) -> Iterator[Sequence[Cell]]:
+    def orders(self) -> Iterator[Sequence[int]]:
         """Yield the order of each stage."""
         for j in range(self.num_stages):
-            yield self._cells(Kind.F, j) + self._cells(Kind.B, j)
+            yield list(chain(*self._cells(j)))
 
 
 @final
@@ -266,11 +279,10 @@ class OneFOneB(AbstractOrder):
         (PipeDream-Flush), https://arxiv.org/abs/2006.09503.
     """
 
-    def orders(self) -> Iterator[Sequence[Cell]]:
+    def orders(self) -> Iterator[Sequence[int]]:
         """Yield the order of each stage."""
         for j in range(self.num_stages):
-            forwards, backwards = self._cells(Kind.F, j), self._cells(Kind.B, j)
-            yield one_by_one(forwards, backwards, self.num_stages - 1 - j)
+            yield one_by_one(*self._cells(j), self.num_stages - 1 - j)
 
 
 @final
@@ -293,22 +305,27 @@ class Interleaved(AbstractOrder):
     shape: ClassVar[str] = "loop"
     stages_per_worker: ClassVar[int] = 2
 
-    def orders(self) -> Iterator[Sequence[Cell]]:
+    def orders(self) -> Iterator[Sequence[int]]:
         """Yield the order of each worker."""
-        p, chunks = self.depth, range(self.num_stages // self.depth)
+        p = self.depth
         for w in range(p):
+            stages = range(w, self.num_stages, p)
             forwards, backwards = (
                 [
-                    Cell(kind, i, chunk * p + w)
-                    for first in range(0, self.num_microbatches, p)
-                    for chunk in order
-                    for i in range(first, first + p)
+                    (first, i, j)
+                    for group in range(0, self.num_microbatches, p)
+                    for j in order
+                    for i in range(group, group + p)
                 ]
-                for kind, order in ((Kind.F, chunks), (Kind.B, chunks[::-1]))
+                for first, order in ((0, stages), (self._middle, stages[::-1]))
             )
-            order = one_by_one(forwards, backwards, 2 * (p - 1 - w) + (len(chunks) - 1) * p)
+            order = one_by_one(forwards, backwards, 2 * (p - 1 - w) + (len(stages) - 1) * p)
             # where the last of these groups is not full, what is left out makes nobody wait
-            yield [cell for cell in order if cell.i < self.num_microbatches]
+            yield [
+                first + i * self.num_stages + j
+                for first, i, j in order
+                if i < self.num_microbatches
+            ]
 
 
 @final
