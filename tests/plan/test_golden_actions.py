@@ -17,5 +17,5 @@ def test_no_action_of_any_program_has_changed(part: int) -> None:
     for name, given in grid():
         if name in names and (plan := made(given)) is not None:
             found[name] = digest(plan)
-    assert len(found) > 20
+    assert len(found) > 10
     assert found == {name: expected[name] for name in names if name in expected}
