@@ -1,21 +1,24 @@
 """Dataflow: what each action reads, makes and frees, in one table.
 
     F          reads  weights, the stage's input, buffers, batch
-               makes  its graph, the next stage's input, losses
+               makes  its graph, the next stage's input, losses, the buffers for the micro-batch
+                      that is handed them next
     B          reads  weights, graph, the outputs' gradient           and frees the last two
-               makes  a gradient, which is in the sum, and the input's gradient
-               of a further round reads, and frees, the gradient of the worker's round before
-               where owners add (sharding "full"), or groups, it is in no sum before
-    ADD        reads  gradient, sum                                   makes the new sum
-    UPDATE     reads  sum, the version before, norms                  makes weights
+               makes  a gradient, and the input's gradient; the sum up to its micro-batch where
+                      it adds at once
+               of a micro-batch that is not its replica's first reads, and frees, the gradient of
+               the one before, which is in its own
+    ADD        reads  gradient, the sum of those before               makes the new sum
+    UPDATE     reads  the sum of all, the version before, norms       makes weights
     TELL       reads  losses
     FREE       reads  weights, once they have come                    and frees them
     SEND       reads  what it carries                                 and frees it if it goes away
     RECV       makes  what it carries
 
-Names of data are tuples. The checker, the account, the simulator, the planner's memory and the
-runtime all follow this table; who runs what is not in it. What is given from the beginning (the
-first weights, batches, the inputs of the first stage) is made by nobody.
+Names of data are tuples, each with one maker; a message carries a datum under its name. The
+passes, the checker, the account, the simulator, the planner's memory and the runtime all follow
+this table. What is given from the beginning (the first weights, the batch of who begins a step) is
+made by nobody.
 """
 
 from __future__ import annotations
@@ -25,11 +28,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import accumulate
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 from lightning_cyclic.plan.actions import Action, Kind, Payload
-from lightning_cyclic.plan.passes.ties import first_users, later_users, reads_tied
+from lightning_cyclic.plan.roles import (
+    adds_at_once,
+    first_that_counts,
+    first_users,
+    handed_at,
+    handed_before,
+    reads_tied,
+    stages_until,
+    workers_of_later_users,
+)
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
@@ -39,16 +50,13 @@ class Datum(enum.Enum):
     __hash__ = object.__hash__  # an enum's own runs Python, and items are keys
 
     WEIGHTS = enum.auto()  # (j, v)
-    TIED = enum.auto()  # (j, v): parameters of stage j that other stages use
     INPUT = enum.auto()  # (t, i, j): activations that enter stage j
     GRAPH = enum.auto()  # (t, i, j): what a forward leaves for its backward
     OUTPUT_GRADIENT = enum.auto()  # (t, i, j): gradient of the activations that leave stage j
-    TIED_GRADIENT = enum.auto()  # (t, i, j): gradient of parameters of stage j from later stages
-    GRADIENT = enum.auto()  # (t, i, j): of one micro-batch, and of its worker's rounds before it
-    SUM = enum.auto()  # (t, j, i): of gradients up to micro-batch i; (t, j, None): as far as it is
-    TOTAL = enum.auto()  # (t, j): the sum of all micro-batches, where it has come as a whole
+    TIED_GRADIENT = enum.auto()  # (t, i, j, w): of parameters of stage j, from worker w's stages
+    GRADIENT = enum.auto()  # (t, i, j): of one micro-batch, and of its replica's before it
+    SUM = enum.auto()  # (t, j, i): of gradients up to micro-batch i; (t, j, None): of all
     BUFFERS = enum.auto()  # (t, i, j): module buffers that a micro-batch is handed
-    LEFT_BUFFERS = enum.auto()  # (j,): those that the last forward has left
     BATCH = enum.auto()  # (t,)
     LOSSES = enum.auto()  # (t,)
     NORMS = enum.auto()  # (t, j)
@@ -68,66 +76,81 @@ class Flow(NamedTuple):
 
 @final
 class Dataflow:
-    """Look actions up in the table.
+    """Look actions of a worker up in the table.
 
     Args:
         plan: says which parameters stages share, which decide together, and where the last stage
             is. [None: of programs alone, whose stages share none; what an action could read is
             read if it is there]
+        w: the worker.
     """
 
-    def __init__(self, plan: Plan | None = None) -> None:
+    def __init__(self, plan: Plan | None = None, w: int = 0) -> None:
         self._plan = plan
+        self._w = w
+        self._ends = {} if plan is None else stages_until(plan)
 
     def __call__(self, a: Action) -> Flow:
         """Return the row of an action."""
-        return _ROWS[a.payload or a.kind](self, a)
+        return _ROWS[a.kind](self, a)
 
     def _forward(self, a: Action) -> Flow:
-        t, i, j = a.t, a.i, a.j
-        return Flow(
-            (
-                (Datum.START, t),
-                (Datum.BATCH, t),
-                (Datum.WEIGHTS, j, a.v),
-                (Datum.INPUT, t, i, j),
-                (Datum.BUFFERS, t, i, j),
-                *self._tied(a),
-            ),
-            (
-                (Datum.GRAPH, t, i, j),
-                (Datum.INPUT, t, i, j + 1),
-                (Datum.LEFT_BUFFERS, j),
-                (Datum.LOSSES, t),
-            ),
-        )
-
-    def _tied(self, a: Action) -> Iterator[Item]:
-        plan = self._plan
+        t, i, j, plan = a.t, a.i, a.j, self._plan
+        reads: list[Item] = [(Datum.START, t), (Datum.BATCH, t)]
+        makes: list[Item] = [(Datum.GRAPH, t, i, j)]
+        if plan is None or j + 1 < plan.num_stages:
+            makes.append((Datum.INPUT, t, i, j + 1))
+        if plan is None or j + 1 == plan.num_stages:
+            makes.append((Datum.LOSSES, t))
+        if plan is None:
+            reads.append((Datum.BUFFERS, t, i, j))
+            makes.append((Datum.BUFFERS, _NEXT, _NEXT, j))
+        elif plan.relayed:
+            k = handed_before(plan, a)
+            if k > 0 and j in plan.relayed:
+                reads.append((Datum.BUFFERS, t, i, j))
+            makes += [(Datum.BUFFERS, *handed_at(plan, k + 1), x) for x in self._ends.get(j, ())]
+        if plan is None or j > 0:
+            reads.append((Datum.INPUT, t, i, j))
+        reads.append((Datum.WEIGHTS, j, a.v))
         if plan is not None and plan.tied:
-            yield from ((Datum.TIED, j, reads_tied(plan, a, j)) for j in first_users(plan, a.j))
+            reads += [(Datum.WEIGHTS, x, reads_tied(plan, a, x)) for x in self._borrowed(plan, j)]
+        return Flow(tuple(reads), tuple(makes))
+
+    def _borrowed(self, plan: Plan, j: int) -> Iterator[int]:
+        """Yield the stages whose parameters stage j uses, of those that this worker lacks."""
+        workers_of = plan.axes.placement.workers_of
+        return (x for x in first_users(plan, j) if self._w not in workers_of(x))
 
     def _backward(self, a: Action) -> Flow:
-        t, i, j = a.t, a.i, a.j
-        taken: tuple[Item, ...] = ((Datum.GRAPH, t, i, j), (Datum.OUTPUT_GRADIENT, t, i, j))
-        taken += tuple(self._of_round_before(a))
-        plan = self._plan
-        makes: tuple[Item, ...] = ((Datum.GRADIENT, t, i, j),)
-        if plan is None or not plan.sends_gradients:
-            makes += _sums(a)
-        makes += ((Datum.OUTPUT_GRADIENT, t, i, j - 1),)
-        if plan is not None and plan.tied:
-            makes += tuple((Datum.TIED_GRADIENT, t, i, k) for k in first_users(plan, j))
-            if later_users(plan, j):
-                taken += ((Datum.TIED_GRADIENT, t, i, j),)
-        reads = ((Datum.WEIGHTS, j, a.v), *taken, *self._norms_for_scale(a))
-        return Flow(reads, makes, (*taken, (Datum.INPUT, t, i, j)))
+        t, i, j, plan = a.t, a.i, a.j, self._plan
+        taken: list[Item] = [(Datum.GRAPH, t, i, j)]
+        makes: list[Item] = []
+        if plan is None or j + 1 < plan.num_stages:
+            taken.append((Datum.OUTPUT_GRADIENT, t, i, j))
+        if plan is None or j > 0:
+            makes.append((Datum.OUTPUT_GRADIENT, t, i, j - 1))
+        if plan is None:
+            makes += [(Datum.GRADIENT, t, i, j), *_any_sum(a)]
+        else:
+            if plan.tied:
+                users = workers_of_later_users(plan, a)
+                taken += [(Datum.TIED_GRADIENT, t, i, j, w) for w in users]
+                makes += [(Datum.TIED_GRADIENT, t, i, x, self._w) for x in first_users(plan, j)]
+            taken += self._summed_before(plan, a)
+            makes.append((Datum.GRADIENT, t, i, j))
+            if adds_at_once(plan, a):
+                makes.append(self._sum(plan, a))
+        reads = (*taken, (Datum.WEIGHTS, j, a.v), *self._norms_for_scale(a))
+        return Flow(reads, tuple(makes), (*taken, (Datum.INPUT, t, i, j)))
 
-    def _of_round_before(self, a: Action) -> Iterator[Item]:
-        """Yield what a worker that runs several rounds has of the one before: it stays with it."""
-        plan = self._plan
-        if plan is not None and plan.rounds > 1 and (before := (a.i or 0) - plan.num_workers) >= 0:
+    def _summed_before(self, plan: Plan, a: Action) -> Iterator[Item]:
+        """Yield what a gradient is added to: of its replica, or all, if that is here."""
+        i = a.i or 0
+        if plan.sums_by_replica and (before := i - plan.copies_of_stages) >= 0:
             yield (Datum.GRADIENT, a.t, before, a.j)
+        if adds_at_once(plan, a) and i > first_that_counts(plan):
+            yield (Datum.SUM, a.t, a.j, i - 1)
 
     def _norms_for_scale(self, a: Action) -> Iterator[Item]:
         """Yield what the scale of a step's losses follows from: all that ended since the last."""
@@ -138,99 +161,86 @@ class Dataflow:
 
     def _add(self, a: Action) -> Flow:
         assert a.i is not None
-        gradient, before = (Datum.GRADIENT, a.t, a.i, a.j), (Datum.SUM, a.t, a.j, a.i - 1)
-        return Flow((gradient, before), _sums(a), (gradient, before))
+        taken: tuple[Item, ...] = ((Datum.GRADIENT, a.t, a.i, a.j),)
+        if self._plan is None or a.i > first_that_counts(self._plan):
+            taken = ((Datum.SUM, a.t, a.j, a.i - 1), *taken)
+        made = (self._sum(self._plan, a),) if self._plan is not None else _any_sum(a)
+        return Flow(taken, made, taken)
+
+    def _sum(self, plan: Plan, a: Action) -> Item:
+        is_whole = a.i == plan.num_microbatches - 1
+        return (Datum.SUM, a.t, a.j, None if is_whole else a.i)
 
     def _update(self, a: Action) -> Flow:
         assert a.v is not None
-        taken = ((Datum.SUM, a.t, a.j, None), (Datum.TOTAL, a.t, a.j))
-        reads = [*taken, (Datum.WEIGHTS, a.j, a.v - 1)]
-        plan = self._plan
-        if plan is None or plan.decides_at_end or (plan.norms != "none" and plan.late_updates):
-            stages = range(a.j + 1) if plan is None else range(plan.num_stages)
-            reads += [(Datum.NORMS, a.t, j) for j in stages]
-        return Flow(tuple(reads), ((Datum.WEIGHTS, a.j, a.v),), taken)
+        reads: list[Item] = [(Datum.WEIGHTS, a.j, a.v - 1)]
+        taken: tuple[Item, ...] = ((Datum.SUM, a.t, a.j, None),)
+        if (plan := self._plan) is not None and plan.updates_hear_norms:
+            reads += [(Datum.NORMS, a.t, j) for j in range(plan.num_stages)]
+        return Flow((*taken, *reads), ((Datum.WEIGHTS, a.j, a.v),), taken)
 
     def _free(self, a: Action) -> Flow:
         weights = ((Datum.WEIGHTS, a.j, a.v),)
         return Flow(weights, (), weights)
 
-    def _message(self, a: Action) -> Flow:
-        carried = _CARRIED.get(a.payload)  # type: ignore[arg-type]
-        if carried is None:  # descriptions and metrics, which no action reads
+    def _send(self, a: Action) -> Flow:
+        if a.payload in _CARRY_NOTHING:
             return Flow()
-        item = carried.at(a)
-        if a.kind is Kind.RECV:
-            return Flow((), (item,))
-        if a.payload is Payload.N:  # of a sum that was added here, or has come as a whole
-            return Flow((item, (Datum.TOTAL, a.t, a.j)))
-        if a.payload is Payload.C:  # of buffers that came for the next step, or in a copy
-            return Flow((item, (Datum.BUFFERS, a.t + 1, 0, a.j)))
-        return Flow((item,), (), (item,) if carried.goes_away else ())
+        if a.payload is Payload.N:  # which follow from the sum of all
+            return Flow(((Datum.SUM, a.t, a.j, None),))
+        item = self._carried(a, self._w)
+        return Flow((item,), (), (item,) if a.payload in _GO_AWAY else ())
+
+    def _receive(self, a: Action) -> Flow:
+        if a.payload in _CARRY_NOTHING:
+            return Flow()
+        return Flow((), (self._carried(a, a.peer),))
+
+    def _carried(self, a: Action, sender: int | None) -> Item:
+        """Name what a message carries."""
+        plan = self._plan
+        match a.payload:
+            case Payload.W:
+                return (Datum.TIED_GRADIENT, a.t, a.i, a.j, sender)
+            case Payload.R if plan is None and a.kind is Kind.SEND:
+                return (Datum.BUFFERS, _NEXT, _NEXT, a.j)
+            case Payload.C:
+                return (Datum.BUFFERS, a.t + 1, 0, a.j)
+            case _:
+                assert a.payload is not None
+                datum, fields = _FIELDS[a.payload]
+                return (datum, *(getattr(a, name) for name in fields))
 
 
-def _sums(a: Action) -> tuple[Item, Item]:
-    """Name the sum that a micro-batch's gradient is in."""
+def _any_sum(a: Action) -> tuple[Item, Item]:
+    """Name the sum that a gradient is in, where nobody says whether it is the last one."""
     return (Datum.SUM, a.t, a.j, a.i), (Datum.SUM, a.t, a.j, None)
 
 
-_End: TypeAlias = tuple[Datum, Callable[[Action], tuple[object, ...]]]
+_NEXT = None  # in place of the micro-batch that is handed buffers, where nobody says which it is
+_FIELDS = {
+    Payload.S: (Datum.SUM, "tji"), Payload.T: (Datum.SUM, "tji"),
+    Payload.R: (Datum.BUFFERS, "tij"),
+    Payload.A: (Datum.INPUT, "tij"), Payload.G: (Datum.OUTPUT_GRADIENT, "tij"),
+    Payload.H: (Datum.GRADIENT, "tij"), Payload.P: (Datum.WEIGHTS, "jv"),
+    Payload.V: (Datum.WEIGHTS, "jv"), Payload.D: (Datum.BATCH, "t"),
+    Payload.L: (Datum.LOSSES, "t"), Payload.N: (Datum.NORMS, "tj"), Payload.K: (Datum.START, "t"),
+}  # fmt: skip
+_GO_AWAY = frozenset({Payload.A, Payload.G, Payload.W, Payload.S, Payload.T, Payload.H})
+_CARRY_NOTHING = frozenset({Payload.X, Payload.M})  # that an action reads
 
-
-class _Carried(NamedTuple):
-    """Name what a message carries, at either end."""
-
-    sent: _End
-    received: _End
-    goes_away: bool = False
-
-    def at(self, a: Action) -> Item:
-        """Name it at the end of an action."""
-        datum, numbers = self.sent if a.kind is Kind.SEND else self.received
-        return (datum, *numbers(a))
-
-
-def _end(datum: Datum, fields: str) -> _End:
-    """Return a datum, and what its numbers are: those fields of an action."""
-    numbers = attrgetter(*fields)
-    return datum, numbers if len(fields) > 1 else lambda a: (numbers(a),)
-
-
-def _same(datum: Datum, fields: str, *, goes_away: bool = False) -> _Carried:
-    end = _end(datum, fields)
-    return _Carried(end, end, goes_away)
-
-
-_CARRIED = {
-    Payload.A: _same(Datum.INPUT, "tij", goes_away=True),
-    Payload.G: _same(Datum.OUTPUT_GRADIENT, "tij", goes_away=True),
-    Payload.W: _same(Datum.TIED_GRADIENT, "tij", goes_away=True),
-    Payload.S: _same(Datum.SUM, "tji", goes_away=True),
-    Payload.T: _Carried(_end(Datum.SUM, "tji"), _end(Datum.TOTAL, "tj"), goes_away=True),
-    Payload.H: _same(Datum.GRADIENT, "tij", goes_away=True),
-    Payload.P: _same(Datum.WEIGHTS, "jv"),
-    Payload.V: _Carried(_end(Datum.WEIGHTS, "jv"), _end(Datum.TIED, "jv")),
-    Payload.R: _Carried(_end(Datum.LEFT_BUFFERS, "j"), _end(Datum.BUFFERS, "tij")),
-    Payload.C: _same(Datum.LEFT_BUFFERS, "j"),
-    Payload.D: _same(Datum.BATCH, "t"),
-    Payload.L: _same(Datum.LOSSES, "t"),
-    Payload.N: _Carried(_end(Datum.SUM, "tji"), _end(Datum.NORMS, "tj")),
-    Payload.K: _same(Datum.START, "t"),
-}  # i is None of T and N: of a whole sum
-
-
-_ROWS: defaultdict[Kind | Payload, Callable[[Dataflow, Action], Flow]] = defaultdict(
-    lambda: Dataflow._message,
-    {
-        Kind.F: Dataflow._forward,
-        Kind.B: Dataflow._backward,
-        Kind.ADD: Dataflow._add,
-        Kind.UPDATE: Dataflow._update,
-        Kind.TELL: lambda _, a: Flow(((Datum.LOSSES, a.t),)),
-        Kind.GATHER: lambda _, a: Flow(),
-        Kind.FREE: Dataflow._free,
-    },
-)
+_COMPUTE = (Kind.F, Kind.B, Kind.ADD, Kind.UPDATE, Kind.TELL, Kind.GATHER, Kind.FREE)
+_ROWS: dict[Kind, Callable[[Dataflow, Action], Flow]] = {
+    Kind.F: Dataflow._forward,
+    Kind.B: Dataflow._backward,
+    Kind.ADD: Dataflow._add,
+    Kind.UPDATE: Dataflow._update,
+    Kind.TELL: lambda _, a: Flow(((Datum.LOSSES, a.t),)),
+    Kind.GATHER: lambda _, a: Flow(),
+    Kind.FREE: Dataflow._free,
+    Kind.SEND: Dataflow._send,
+    Kind.RECV: Dataflow._receive,
+}
 
 
 # ---------------------------------------------------------------------- how long things are kept
@@ -280,7 +290,7 @@ def lives(program: Iterable[Action], kinds: frozenset[Datum]) -> Iterator[Life]:
 def _concerned_with(kinds: frozenset[Datum]) -> frozenset[Kind | Payload]:
     """Name the rows of the table that have items of some kinds, without a plan."""
     flow, found = Dataflow(), set()
-    for name in (*Kind, *Payload):
+    for name in (*_COMPUTE, *Payload):
         ways = [name] if isinstance(name, Kind) else [Kind.SEND, Kind.RECV]
         payload = None if isinstance(name, Kind) else name
         rows = [flow(Action(kind=kind, payload=payload, t=0, j=0, i=0, v=0)) for kind in ways]

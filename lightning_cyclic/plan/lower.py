@@ -18,10 +18,12 @@ from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.check.fit import check_fit, groups_of_stages, relays
 from lightning_cyclic.plan.check.proof import check_timetable, prove
+from lightning_cyclic.plan.passes.adds import adds
+from lightning_cyclic.plan.passes.batches import batches
+from lightning_cyclic.plan.passes.norms import norms
 from lightning_cyclic.plan.passes.receives import lanes, receives
+from lightning_cyclic.plan.passes.route import route
 from lightning_cyclic.plan.passes.shards import shards
-from lightning_cyclic.plan.passes.sums import norms
-from lightning_cyclic.plan.passes.transfers import batches, transfers
 from lightning_cyclic.plan.passes.updates import updates
 from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.presets import (
@@ -58,9 +60,11 @@ def window(plan: Plan) -> tuple[Actions, ...]:
     """Make the actions of each worker over the first steps of a plan, as many as it has."""
     # [1] Who computes what on which version; [2] which batch comes before it, which losses behind.
     programs = tuple(tuple(batches(plan, program, w)) for w, program in enumerate(_in_time(plan)))
-    # [3] Where versions are made, [4] what travels, [5] what all owners must know of all others.
-    programs = norms(plan, transfers(plan, updates(plan, programs)))
-    # [6] What runs beside the compute, [7] where receives are posted, [8] who holds the bytes.
+    # [3] Where versions are made, [4] gradients added; [5] who is sent what others make.
+    programs = updates(plan, programs)
+    programs = tuple(tuple(adds(plan, program, w)) for w, program in enumerate(programs))
+    programs = norms(plan, route(plan, programs))  # [6] what all owners must know of all others
+    # [7] What runs beside the compute, [8] where receives are posted, [9] who holds the bytes.
     return shards(plan, receives(plan, lanes(plan, programs)))
 
 

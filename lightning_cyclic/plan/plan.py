@@ -287,6 +287,11 @@ class Plan:
             return self.axes.weights.at_end_of_step
         return self.norms == "owners" and not self.late_updates
 
+    @property
+    def updates_hear_norms(self) -> bool:
+        """Say whether an update waits for the norms of all gradients of its step."""
+        return self.decides_at_end or (self.norms != "none" and self.late_updates)
+
     def ended_before(self, t: int) -> int:
         """Count the steps whose gradients all stages have when step t comes to its first loss.
 

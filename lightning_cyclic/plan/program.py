@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, final
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.dataflow import Dataflow
+from lightning_cyclic.plan.passes.copies import copies
 from lightning_cyclic.plan.passes.messages import (
     Channel,
     Ring,
@@ -38,7 +39,6 @@ from lightning_cyclic.plan.passes.messages import (
     step_of,
 )
 from lightning_cyclic.plan.passes.shards import last_version
-from lightning_cyclic.plan.passes.transfers import copies
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
@@ -58,7 +58,6 @@ class Program:
 
     def __init__(self, plan: Plan, window: tuple[Actions, ...], shown: Plan) -> None:
         self.plan = plan
-        self.flow = Dataflow(plan)
         self._window = window
         self._shown = shown
         self._starts = [self._begins(program) for program in window]
@@ -69,6 +68,10 @@ class Program:
     @property
     def num_workers(self) -> int:
         return len(self._window)
+
+    def flow(self, w: int) -> Dataflow:
+        """Return what the actions of a worker read, make and free."""
+        return Dataflow(self.plan, w)
 
     # ------------------------------------------------------------------ what a worker does
 

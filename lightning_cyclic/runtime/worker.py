@@ -196,8 +196,7 @@ class Worker:
         self._flow = flow
         self._messages = messages
         self._stores = stores
-        # in the order in which they were posted: item -> receives that bring it, or parts of it
-        self._coming: dict[Item, tuple[_Arrival, ...]] = {}
+        self._coming: dict[Item, _Arrival] = {}
         self._lock = threading.Lock()  # what is coming changes, by several lanes
         self._has_posted = threading.Condition(self._lock)
         self._posted: dict[object, int] = {}  # stage -> newest version that has been posted
@@ -245,6 +244,10 @@ class Worker:
         if item in self._coming:
             self._take_in(item)
 
+    def follow(self, flow: Dataflow) -> None:
+        """Go on with actions of another plan, when nothing is on its way."""
+        self._flow = flow
+
     def settle(self) -> None:
         """Take in everything that is on its way, and wait until what was sent has left."""
         for lane in self._lanes.values():
@@ -283,11 +286,12 @@ class Worker:
 
     def _take_in(self, item: Item) -> None:
         with self._lock:
-            arrivals = self._coming.get(item, ())
-        for arrival in arrivals:
-            arrival.take(self._take_message)
+            arrival = self._coming.get(item)
+        if arrival is None:
+            return
+        arrival.take(self._take_message)
         with self._lock:
-            if self._coming.get(item) is arrivals:  # and neither another, nor one taken already
+            if self._coming.get(item) is arrival:  # and neither another, nor one taken already
                 del self._coming[item]
 
     def _receive(self, a: Action, incoming: Incoming) -> None:
@@ -322,7 +326,7 @@ class Worker:
         arrival = _Arrival(a, self._messages.post(a, self._stores.key(a)))
         (item,) = self._flow(a).makes
         with self._lock:
-            self._coming[item] = (*self._coming.get(item, ()), arrival)
+            self._coming[item] = arrival
             if a.payload is Payload.P and a.v is not None:
                 self._posted[a.j] = a.v
                 self._has_posted.notify_all()

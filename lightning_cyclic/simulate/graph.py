@@ -30,12 +30,11 @@ from typing import final
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.actions import Lane as ActionLane
-from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
+from lightning_cyclic.plan.dataflow import Dataflow, Item
 from lightning_cyclic.plan.passes.messages import is_for_one_use
 from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.simulate.costs import Network
 
-_WITH_MANY_MAKERS = frozenset({Datum.SUM, Datum.TIED_GRADIENT, Datum.TIED, Datum.NORMS})
 _NOT_SIMULATED = frozenset({Payload.K, Payload.X, Payload.M, Payload.C})
 """What no steady step has: start signals, descriptions, metrics, copies at a flush."""
 _COMPUTE = (ActionLane.MAIN, False, False)  # the queue of what has no message
@@ -110,11 +109,11 @@ def build(
     Raises:
         PlanError: if a message is sent and not received, or received and not sent.
     """
-    graph, flow = Graph(), Dataflow(plan)
+    graph = Graph()
     rooms: dict[int, int] = {}
     for worker, program in enumerate(programs):
         inside = partial((network or Network()).is_inside, worker)
-        rooms |= _read_program(graph, flow, worker, program, inside)
+        rooms |= _read_program(graph, Dataflow(plan, worker), worker, program, inside)
     _pair_messages(graph, rooms)
     return graph
 
@@ -155,21 +154,19 @@ class _Made:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._makers: defaultdict[Item, list[int]] = defaultdict(list)
+        self._makers: dict[Item, int] = {}
         self._waiting: defaultdict[Item, list[int]] = defaultdict(list)
 
     def wait(self, node: int, item: Item, *, for_later: bool) -> None:
         """Let a node wait for what it reads; on a lane, also for what is received later."""
-        for maker in self._makers[item]:
+        if (maker := self._makers.get(item)) is not None:
             self._graph.wait(node, on=maker)
-        if for_later and not self._makers[item]:
+        elif for_later:
             self._waiting[item].append(node)
 
     def add(self, node: int, item: Item) -> None:
-        """Note who makes an item; of most, only the latest counts."""
-        if item[0] not in _WITH_MANY_MAKERS:
-            self._makers[item].clear()
-        self._makers[item].append(node)
+        """Note who makes an item; of several that add to it, the last."""
+        self._makers[item] = node
         for waiting in self._waiting.pop(item, ()):
             self._graph.wait(waiting, on=node)
 

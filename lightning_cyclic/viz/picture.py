@@ -186,7 +186,7 @@ def cells_of(programs: Sequence[Sequence[Action]]) -> Iterator[Cell]:
 
 def arrows_of(plan: Plan) -> Iterator[Arrow]:
     """Yield all messages that somebody reads: a flush sends some that nobody does any more."""
-    readers = [_first_readers(plan, program) for program in plan.programs]
+    readers = [_first_readers(plan, w, program) for w, program in enumerate(plan.programs)]
     for w, program in enumerate(plan.programs):
         computed = -1  # the last slot in which something was, up to here
         for a in program:
@@ -202,9 +202,11 @@ def arrows_of(plan: Plan) -> Iterator[Arrow]:
                 yield Arrow(a.s + (computed == a.s), w, end_x, a.peer, a)
 
 
-def _first_readers(plan: Plan, program: Sequence[Action]) -> dict[tuple[object, ...], Action]:
+def _first_readers(
+    plan: Plan, w: int, program: Sequence[Action]
+) -> dict[tuple[object, ...], Action]:
     """Return message and sender -> the first action that reads it."""
-    flow = plan.program.flow
+    flow = plan.program.flow(w)
     coming: dict[Item, list[tuple[object, ...]]] = {}
     found: dict[tuple[object, ...], Action] = {}
     for a in program:

@@ -250,6 +250,14 @@ def test_a_single_worker_reads_the_versions_of_the_workers_it_stands_for():
         ({"relayed": [0], "relayed_until": [0, 1]}, r"relayed_until=\(0, 1\) with .*for each of"),
         ({"relayed": [1], "relayed_until": [0]}, r"allowed: .* between itself and stage 1"),
         ({"relayed": [0, 0], "relayed_until": [0, 1]}, r"allowed: for each of these stages one"),
+        (
+            {"preset": "1f1b", "relayed": [0], "relayed_until": [1]},
+            r"relayed_until=1 of stage 0, which other workers run under placement 'pipelined'",
+        ),
+        (
+            {"preset": "1f1b", "num_workers": 1, "relayed": [0], "relayed_until": [1]},
+            r"buffers of stages \[0\] that travel between workers behind the forwards of stages",
+        ),
         ({"tied": [5]}, r"tied=\[5\]; allowed: groups of two or more stages"),
         ({"tied": [["a", "b"]]}, r"tied=\['a', 'b'\]; allowed: whole numbers of stages"),
     ],

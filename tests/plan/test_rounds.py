@@ -10,7 +10,6 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind, Lane, Payload
 from lightning_cyclic.plan.check.proof import probe, validate
 from lightning_cyclic.plan.check.replay import Replay
-from lightning_cyclic.plan.dataflow import Datum
 from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.runtime.whole_step.engine import waiting_lanes
 
@@ -114,15 +113,10 @@ def test_plans_of_other_rounds_go_on_behind_a_flush(
 
 def follow(replay, plan, t):
     """Let a replay go on with another plan in step ``t``, as ``Engine.follow``."""
-    before, replay._plan = replay._plan, plan
+    replay._plan = plan
     for worker in replay._workers:
-        newest = {
-            (Datum.BUFFERS, j, t * before.num_microbatches) for j in plan.relayed
-        } & worker._have
-        worker._have = {item for item in worker._have if item[0] is not Datum.BUFFERS}
-        worker._have |= {(*item[:2], t * plan.num_microbatches) for item in newest}
         worker._plan, worker._depths = plan, plan.program.depths
-        worker._flow = plan.program.flow
+        worker._flow = plan.program.flow(worker._w)
 
 
 def test_many_workers_are_proved_on_fewer_with_few_rounds():

@@ -7,7 +7,7 @@ import pytest
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import Kind, Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel, channel_of
-from lightning_cyclic.plan.passes.ties import first_users, later_users
+from lightning_cyclic.plan.roles import first_users, later_users
 from tests.harness.programs import sent
 
 

@@ -65,7 +65,7 @@ class Pair:
     def _worker(self, office: PostOffice, w: int, lanes: Any, timeout_s: float) -> Worker:
         log, transport = self.logs[w], LocalTransport(office, w, 2, timeout_s)
         messages = Messages(transport, {}, lambda pending, a: pending.wait(), CPU)
-        flow, limit_s = Dataflow(PLAN), lambda: timeout_s
+        flow, limit_s = Dataflow(PLAN, w), lambda: timeout_s
         return Worker(flow, messages, log, log, log, lanes, limit_s)
 
     def run(self, w: int, *texts: str) -> None:

@@ -6,18 +6,18 @@ from lightning_cyclic.plan.actions import parse
 from lightning_cyclic.simulate import Costs, Event, Lane, Network, simulate
 from lightning_cyclic.simulate.engine import summarise
 
-# Two stages: a forward takes 1 s, a backward 2 s, any message 1 s and 0.5 s of latency.
+# Three stages: a forward takes 1 s, a backward 2 s, any message 1 s and 0.5 s of latency.
 COSTS = Costs(
-    forward_s=(1.0, 1.0),
-    backward_s=(2.0, 2.0),
-    param_bytes=(10.0, 10.0),
-    update_s=(0.25, 0.25),
-    cut_bytes=(0.0, 10.0),
+    forward_s=(1.0, 1.0, 1.0),
+    backward_s=(2.0, 2.0, 2.0),
+    param_bytes=(10.0, 10.0, 10.0),
+    update_s=(0.25, 0.25, 0.25),
+    cut_bytes=(0.0, 10.0, 10.0),
 )
 NETWORK = Network(latency_s=0.5, bandwidth_bytes_per_s=10.0)
 
 
-TIED = make_plan("1f1b", num_stages=2, num_workers=2, tied=((0, 1),))
+TIED = make_plan("1f1b", num_stages=3, num_workers=3, tied=((0, 1, 2),))
 
 
 def run(*programs, network=NETWORK, plan=None):
@@ -111,13 +111,13 @@ ROOM = "0GATHER@0#0 0RECV_P{0}@0<0#0~weights 0F{0}@0#0"
          {(1, "0SEND_L>0#0"): (2.0, 2.0), (0, "0RECV_L<1#0"): (2.5, 2.5),
           (0, "0UPDATE@1#0"): (2.0, 2.25)}),
         # tied gradients leave after their backward and hold up the first stage
-        (("1B0@0#0 0SEND_W0>1#0 1B1@0#0 0SEND_W1>1#0",
-          "0RECV_W0<0#0 0B0@0#0 0RECV_W1<0#0 0B1@0#0"),
-         {(0, "0SEND_W0>1#0"): (2.0, 2.0), (1, "0B0@0#0"): (2.5, 4.5),
-          (1, "0B1@0#0"): (4.5, 6.5)}),
+        (("0RECV_W0<1#0 0B0@0#0 0RECV_W1<1#0 0B1@0#0",
+          "1B0@0#0 0SEND_W0>0#0 1B1@0#0 0SEND_W1>0#0"),
+         {(1, "0SEND_W0>0#0"): (2.0, 2.0), (0, "0B0@0#0"): (2.5, 4.5),
+          (0, "0B1@0#0"): (4.5, 6.5)}),
         # those of several workers are all waited for
-        (("1B0@0#0 0SEND_W0>2#0", "1F0@0#0 1B0@0#0 0SEND_W0>2#0",
-          "0RECV_W0<1#0 0RECV_W0<0#0 0B0@0#0"), {(2, "0B0@0#0"): (3.5, 5.5)}),
+        (("0RECV_W0<2#0 0RECV_W0<1#0 0B0@0#0", "1B0@0#0 0SEND_W0>0#0",
+          "1F1@0#0 2B0@0#0 0SEND_W0>0#0"), {(0, "0B0@0#0"): (3.5, 5.5)}),
         # a tied version follows its update and is waited for
         (("0UPDATE@1#0 0SEND_V@1>1#1", "1F0@0#0 1F1@0#0 0RECV_V@1<0#1 1F0@1#1"),
          {(0, "0SEND_V@1>1#1"): (0.25, 0.25), (1, "1F0@1#1"): (2.0, 3.0)}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, NoReturn
 
 from lightning_cyclic.errors import PlanError, one_of
@@ -48,6 +49,7 @@ def check_fit(plan: Plan) -> None:
             f"relayed={plan.relayed}; allowed: stages 0 to {plan.num_stages - 1}; "
             "use relayed=() or some of these"
         )
+    _check_relays(plan)
 
 
 def relays(
@@ -98,6 +100,18 @@ def stage_list(name: str, given: Iterable[int]) -> tuple[int, ...]:
         f"{name}={given!r}; allowed: whole numbers of stages, such as [0, 1]; use {name}=() or "
         "such a list"
     )
+
+
+def _check_relays(plan: Plan) -> None:
+    """Refuse buffers that change on a worker that has not the stage they are of."""
+    for j, end in zip(plan.relayed, plan.relayed_until, strict=False):
+        cells = product(range(2), range(plan.num_microbatches))
+        if any(plan.worker_of(i, j, t) != plan.worker_of(i, end, t) for t, i in cells):
+            raise PlanError(
+                f"relayed_until={end} of stage {j}, which other workers run under placement "
+                f"{plan.placement!r}; allowed: buffers that change on the worker of their own "
+                "stage; use relayed_until=(), or fewer stages or workers"
+            )
 
 
 def _check_groups(plan: Plan) -> None:

@@ -33,8 +33,7 @@ from lightning_cyclic.plan.passes.messages import (
     is_for_one_use,
     ring_of,
 )
-from lightning_cyclic.plan.passes.sums import first_that_counts, source_of_sum
-from lightning_cyclic.plan.passes.ties import gradient_sources, later_users, version_readers
+from lightning_cyclic.plan.roles import version_readers
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
@@ -42,11 +41,6 @@ if TYPE_CHECKING:
 _WITHOUT_FORM = frozenset({Payload.K, Payload.X})
 
 
-_ONE_OF = {
-    datum: pair
-    for pair in ((Datum.SUM, Datum.TOTAL), (Datum.BUFFERS, Datum.LEFT_BUFFERS))
-    for datum in pair
-}
 _meant = attrgetter("payload", "t", "i", "j", "v")
 _TODO = "move or correct it, or use the programs of make_plan(...)"
 
@@ -129,32 +123,24 @@ class _Queue:
 
 @final
 class _Worker:
-    """Play the program of one worker.
-
-    What it holds are names of items (see dataflow.py), with numbers where many share a name: sums
-    with the micro-batches that are in them, buffers with the micro-batch that they are for, tied
-    gradients with the worker that has sent them.
-    """
+    """Play the program of one worker; what it holds are names of items (see dataflow.py)."""
 
     def __init__(self, plan: Plan, w: int, queues: dict[Channel, _Queue]) -> None:
         self.todo: deque[Action] = deque()
         self._plan = plan
         self._w = w
         self._queues = queues
-        self._flow = Dataflow(plan)
+        self._flow = Dataflow(plan, w)
         self._depths = plan.program.depths
         self._lanes: dict[Lane, deque[Action]] = {lane: deque() for lane in Lane if lane}
         self._under_way: Counter[Ring] = Counter()
         self._expected: Counter[Item] = Counter()  # will be there: received, or made on a lane
-        self._have: set[Item] = set()
-        self._sums: dict[tuple[int, int], int] = defaultdict(lambda: -1)  # step, stage -> micro
-        self._room: dict[int, int | None] = {}  # stages that are fetched for use -> version
-        self._replica = plan.axes.placement.replica(w)
-        self._holds = [j for j in range(plan.num_stages) if w in plan.axes.placement.workers_of(j)]
         own = (j for j in range(plan.num_stages) if not self._fetches or plan.owner(j) == w)
-        for j in own:
-            self._have.add((Datum.WEIGHTS, j, 0))
-        self._have |= {(Datum.TIED, j, 0) for j in range(plan.num_stages)}
+        self._have: set[Item] = {(Datum.WEIGHTS, j, 0) for j in own}
+        self._ended: Counter[int] = Counter()  # step -> forwards of the last stage
+        self._room: dict[int, int | None] = {}  # stages that are fetched for use -> version
+        self._holds = [j for j in range(plan.num_stages) if w in plan.axes.placement.workers_of(j)]
+        self._took_part: set[int] = set()  # in steps
 
     @property
     def _fetches(self) -> bool:
@@ -204,17 +190,12 @@ class _Worker:
         if ring is not None and self._under_way[ring] >= self._depths[ring]:
             return False
         missing = [item for item in self._flow(a).reads if not self._has(item, a)]
-        if not _runs_beside(a) and not all(self._comes(item, missing) for item in missing):
+        if not _runs_beside(a) and not all(self._expected[item] for item in missing):
             self._refuse_early(a)
         return not missing
 
-    def _comes(self, item: Item, missing: Sequence[Item]) -> bool:
-        """Say whether an item that is missing, or what would do in its place, is under way."""
-        assert isinstance(item[0], Datum)
-        would_do = _ONE_OF.get(item[0], (item[0],))
-        return any(self._expected[other] for other in missing if other[0] in would_do)
-
     def _do(self, a: Action) -> None:
+        row = self._flow(a)
         match a.kind:
             case Kind.SEND:
                 self._send(a)
@@ -225,55 +206,25 @@ class _Worker:
                 self._room[a.j] = a.v
             case Kind.FREE:
                 self._need(a, self._room.pop(a.j, None) == a.v)
-                self._have -= {item for item in self._have if item[:2] == (Datum.WEIGHTS, a.j)}
-            case Kind.UPDATE:
-                self._update(a)
             case Kind.TELL:
                 self._make(a, (Kind.TELL, a.t))
             case _:
-                self._compute(a)
+                self._need(a, a.kind is not Kind.UPDATE or a.v == a.t + 1)
+                self._compute(a, row.makes)
+        self._have.difference_update(row.frees)
 
     # ------------------------------------------------------------------ actions
 
-    def _compute(self, a: Action) -> None:
-        key = a.t, a.i or 0, a.j
-        if a.kind is Kind.F:
-            self._make(a, (Datum.GRAPH, *key))
-            self._make(a, (Datum.INPUT, a.t, a.i or 0, a.j + 1))
-            self._have.add((Datum.BUFFERS, a.j, self._micro(a) + 1))
-            self._have.add((Datum.LOSSES, a.t, a.i or 0, a.j))
-        elif a.kind is Kind.B:
-            self._have.discard((Datum.GRAPH, *key))
-            self._make(a, (Datum.GRADIENT, *key))
-            self._have.add((Datum.OUTPUT_GRADIENT, a.t, a.i or 0, a.j - 1))
-            is_sent = self._plan.sends_gradients
-            if not is_sent and source_of_sum(self._plan, a, self._w) is None:
-                self._extend(a)
-        else:
-            self._extend(a)
-
-    def _extend(self, a: Action) -> None:
-        """Add gradients to a sum: one, or those of a replica that sums its own."""
-        plan, i = self._plan, a.i or 0
-        total = a.t, a.j
-        if plan.sums_by_replica and not plan.sends_gradients:
-            number = self._replica[0] // len(self._replica)
-            own = range(number, plan.num_microbatches, plan.copies_of_stages)
-            if i == own[-1] and all((Datum.GRADIENT, a.t, k, a.j) in self._have for k in own):
-                self._need(a, number == 0 or self._sums[total] == i - 1)
-                self._sums[total] = i
-            return
-        self._need(a, self._sums[total] == self._sum_before(i))
-        self._sums[total] = i
-
-    def _sum_before(self, i: int) -> int:
-        """Return up to which micro-batch the sum is to which one's gradient is added."""
-        return i - 1 if i > first_that_counts(self._plan) else -1
-
-    def _update(self, a: Action) -> None:
-        self._need(a, a.v == a.t + 1)
-        self._make(a, (Datum.WEIGHTS, a.j, a.v))
-        self._have.add((Datum.TIED, a.j, a.v))
+    def _compute(self, a: Action, makes: Iterable[Item]) -> None:
+        for item in makes:
+            if item[0] is Datum.LOSSES:
+                self._ended[a.t] += 1
+            elif item[0] is Datum.TIED_GRADIENT:  # to which several of its stages add
+                self._have.add(item)
+            else:
+                self._make(a, item)
+        if a.kind is not Kind.UPDATE:
+            self._took_part.add(a.t)
 
     def _send(self, a: Action) -> None:
         ring = ring_of(a, self._w)
@@ -297,48 +248,25 @@ class _Worker:
         """Take in what has come where ``a`` was posted."""
         if _meant(sent) != _meant(a):
             self._refuse(a, f"takes what was sent as {sent}", "receives in the order of the sends")
-        self._expected.subtract(self._flow(a).makes)
-        match a.payload:
-            case Payload.S | Payload.T:
-                done = self._plan.num_microbatches - 1 if a.i is None else a.i
-                self._sums[a.t, a.j] = done
-            case Payload.R:
-                self._make(a, (Datum.BUFFERS, a.j, self._micro(a)))
-            case Payload.C:
-                self._make(a, (Datum.BUFFERS, a.j, (a.t + 1) * self._plan.num_microbatches))
-            case Payload.W:
-                self._make(a, (Datum.TIED_GRADIENT, a.t, a.i, a.j, a.peer))
-            case Payload.P:
-                self._need(a, not self._fetches or self._room.get(a.j) == a.v)
-                self._need(a, a.j in self._holds)
-                self._have |= {(Datum.WEIGHTS, a.j, a.v), (Datum.TIED, a.j, a.v)}
-            case Payload.V:
-                self._need(a, a.j not in self._holds)
-                self._make(a, (Datum.TIED, a.j, a.v))
-            case _:
-                for item in self._flow(a).makes:
-                    self._make(a, item)
+        makes = self._flow(a).makes
+        self._expected.subtract(makes)
+        if a.payload is Payload.P:
+            self._need(a, not self._fetches or self._room.get(a.j) == a.v)
+        if a.payload in (Payload.P, Payload.V):
+            self._need(a, (a.j in self._holds) is (a.payload is Payload.P))
+        for item in makes:
+            self._make(a, item)
 
     # ------------------------------------------------------------------ what is there
 
-    def _has(self, item: Item, a: Action) -> bool:  # noqa: PLR0911  (one line for each kind)
+    def _has(self, item: Item, a: Action) -> bool:
         """Say whether an item that an action reads is there, or need not be."""
         plan = self._plan
         match item[0]:
-            case Datum.INPUT if a.kind is Kind.F and a.j == 0:
-                return True
-            case Datum.OUTPUT_GRADIENT if a.kind is Kind.B and a.j == plan.num_stages - 1:
-                return True
             case Datum.START:
                 return self._expected[item] == 0
             case Datum.BATCH:
                 return self._w == plan.beginner(self._w, a.t) or item in self._have
-            case Datum.BUFFERS | Datum.LEFT_BUFFERS:
-                return self._has_buffers(a)
-            case Datum.SUM | Datum.TOTAL:
-                return self._has_sum(a)
-            case Datum.TIED_GRADIENT:
-                return self._has_tied_gradients(a)
             case Datum.LOSSES:
                 return item in self._have or self._has_losses(a.t)
             case Datum.NORMS:
@@ -346,39 +274,11 @@ class _Worker:
             case _:
                 return item in self._have
 
-    def _has_buffers(self, a: Action) -> bool:
-        """Say whether the buffers that an action takes are there, where any are relayed."""
-        if a.j not in self._plan.relayed:
-            return True
-        if a.payload is Payload.C:
-            return (Datum.BUFFERS, a.j, (a.t + 1) * self._plan.num_microbatches) in self._have
-        k = self._micro(a)
-        return k == 0 or (Datum.BUFFERS, a.j, k) in self._have
-
-    def _has_sum(self, a: Action) -> bool:
-        last = self._plan.num_microbatches - 1 if a.i is None else a.i
-        due = self._sum_before(a.i or 0) if a.kind is Kind.ADD else last
-        return self._sums[a.t, a.j] == due
-
-    def _has_tied_gradients(self, a: Action) -> bool:
-        plan, i = self._plan, a.i or 0
-        users = [k for k in later_users(plan, a.j) if plan.worker_of(i, k, a.t) == self._w]
-        if not all((Datum.GRADIENT, a.t, i, k) in self._have for k in users):
-            return False
-        if a.kind is Kind.SEND:
-            return bool(users)
-        sources = gradient_sources(plan, a, self._w)
-        return all((Datum.TIED_GRADIENT, a.t, i, a.j, w) in self._have for w in sources)
-
     def _has_losses(self, t: int) -> bool:
         """Say whether all forwards of a step that end on this worker have been run."""
         j, micros = self._plan.num_stages - 1, range(self._plan.num_microbatches)
-        own = [i for i in micros if self._plan.worker_of(i, j, t) == self._w]
-        return bool(own) and all((Datum.LOSSES, t, i, j) in self._have for i in own)
-
-    def _micro(self, a: Action) -> int:
-        """Count the micro-batches whose buffers come before those of an action's."""
-        return a.t * self._plan.num_microbatches + self._plan.handed_on_as(a.i or 0)
+        own = sum(self._plan.worker_of(i, j, t) == self._w for i in micros)
+        return 0 < own == self._ended[t]
 
     def _make(self, a: Action, item: Item) -> None:
         self._need(a, item not in self._have)
@@ -416,33 +316,21 @@ class _Worker:
 
     def check_end(self, t: int) -> None:
         """Check that the worker has the newest weights and the losses of the last step."""
-        plan, last = (
-            self._plan,
-            Action(
-                kind=Kind.UPDATE,
-                t=t,
-                j=0,
-                v=t + 1,
-                s=self._plan.end(t, 0),
-            ),
-        )
+        plan = self._plan
+        last = Action(kind=Kind.UPDATE, t=t, j=0, v=t + 1, s=plan.end(t, 0))
         for j in range(plan.num_stages):
-            held = (Datum.WEIGHTS, j, t + 1) in self._have
-            if j in self._holds and not held:
-                self._refuse(last, f"ends without version {t + 1} of stage {j}", "the last one")
-            if self._w in version_readers(plan, j) and (Datum.TIED, j, t + 1) not in self._have:
+            is_held = (Datum.WEIGHTS, j, t + 1) in self._have
+            if not is_held and (j in self._holds or self._w in version_readers(plan, j)):
                 self._refuse(last, f"ends without version {t + 1} of stage {j}", "the last one")
         if not plan.axes.placement.runs_whole_micro:
             self._check_told(t, last)
         for j in plan.relayed:
-            k = (t + 1) * plan.num_microbatches
-            if j in self._holds and (Datum.BUFFERS, j, k) not in self._have:
+            if j in self._holds and (Datum.BUFFERS, t + 1, 0, j) not in self._have:
                 self._refuse(last, f"ends without the newest buffers of stage {j}", "these")
 
     def _check_told(self, t: int, last: Action) -> None:
         """Check that the worker was told of every step in which it took part."""
-        took_part = {item[1] for item in self._have if item[0] is Datum.GRADIENT}
-        for step in sorted(x for x in took_part if isinstance(x, int)):
+        for step in sorted(self._took_part):
             if step <= t and (Kind.TELL, step) not in self._have:
                 self._refuse(last, f"ends without losses of step {step}", "those of all")
 

@@ -106,9 +106,9 @@ def receives(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     Returns:
         The same actions, in which the n-th receive of a channel is that of its n-th send.
     """
-    flow, sent = Dataflow(plan), _sent(programs)
+    sent = _sent(programs)
     return tuple(
-        _moved(program, w, sent, list(_earliest(plan, flow, program)))
+        _moved(program, w, sent, list(_earliest(plan, Dataflow(plan, w), program)))
         for w, program in enumerate(programs)
     )
 

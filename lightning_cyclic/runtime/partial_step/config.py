@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.passes.batches import first_stage
 from lightning_cyclic.plan.passes.messages import message
-from lightning_cyclic.plan.passes.transfers import first_stage
 from lightning_cyclic.runtime.gradient_store import AS_MADE, Gradients, SumDtypes
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.exchange import ReadState, WriteState

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Payload
-from lightning_cyclic.plan.passes.sums import completes
-from lightning_cyclic.plan.passes.ties import gradient_sources
+from lightning_cyclic.plan.roles import completes, gradient_sources
 from lightning_cyclic.runtime.bits import unseen
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum, refuse_sparse
 from lightning_cyclic.runtime.messages import Message

@@ -26,7 +26,7 @@ from torch._C import (
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
-from lightning_cyclic.plan.passes.sums import source_of_sum
+from lightning_cyclic.plan.roles import source_of_sum
 from lightning_cyclic.runtime.bits import unseen
 from lightning_cyclic.runtime.gradient_store import SumDtypes, takes
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter, Unit
@@ -224,7 +224,7 @@ class PlainSums:
         yield
         for k, (j, p) in enumerate(self._holders):
             w, grad = workers[k], self._added(aside.get(k), p.grad)
-            before = source_of_sum(self._plan, self._action(i, j), w)
+            before = source_of_sum(self._plan, self._action(i, j))
             if before is not None:
                 came = self._sums.pop((before, k), None)
                 sent = None if came is None else self._dtypes.narrowed(came)

@@ -245,7 +245,7 @@ class StagewiseSession:
             self.config.forms,
         )
         self._worker = Worker(
-            self.program.flow, self._messages, self._exchange, self._exchange, self
+            self.program.flow(self.worker), self._messages, self._exchange, self._exchange, self
         )
         self.flight = self._worker.flight
         for j in range(plan.num_stages):
@@ -496,7 +496,7 @@ class StagewiseSession:
         if not is_last:
             self._worker.settle()
         for j in self._owned:
-            self._worker.fetch((Datum.TOTAL, self.t, j))
+            self._worker.fetch((Datum.SUM, self.t, j, None))
         for j in self.ownership.stages:
             self._grads.show(self.t, j)
         for j in self._owned:

@@ -143,7 +143,7 @@ class Engine:
         hooks, lanes = _Hooks(self._enter), waiting_lanes(plan, self._w)
         # what the main thread waits for has less, and says more
         self._worker = Worker(
-            plan.program.flow, self._messages, hooks, self._exchange, hooks, lanes,
+            plan.program.flow(self._w), self._messages, hooks, self._exchange, hooks, lanes,
             lambda: transport.crew.timeout_s * 1.1 + 1,
         )  # fmt: skip
         for j in range(plan.num_stages):
@@ -255,6 +255,7 @@ class Engine:
         self.plan = plan
         self._waiter.follow(plan)
         self._messages.follow(plan.program.depths)
+        self._worker.follow(plan.program.flow(self._w))
 
     @property
     def ends(self) -> bool:
@@ -408,8 +409,7 @@ class Engine:
 
     def _advance(self, v: int, j: int) -> Sum:
         """Let the parameters be version ``v``, with its gradients, and the values before it."""
-        for item in ((Datum.SUM, v - 1, j, None), (Datum.TOTAL, v - 1, j)):
-            self._fetch(item)
+        self._fetch((Datum.SUM, v - 1, j, None))
         self.stores[j].begin_update(v, self._oldest(j, v))
         return self._grads.show(v - 1, j)
 
@@ -573,15 +573,15 @@ class _Hooks:
 
 def waiting_lanes(plan: Plan, worker: int) -> frozenset[Lane]:
     """List the lanes of a worker on which something waits for other workers."""
-    program = plan.program
-    steady = program.step(worker, program.steady)
-    come = {(program.flow(a).makes[0][0], a.j) for a in steady if a.kind is Kind.RECV}
+    flow = plan.program.flow(worker)
+    steady = plan.program.step(worker, plan.program.steady)
+    come = {(flow(a).makes[0][0], a.j) for a in steady if a.kind is Kind.RECV}
     return frozenset(
         a.lane
         for a in steady
         if a.lane
         and not is_for_one_use(a)
-        and any((item[0], a.j) in come for item in program.flow(a).reads)
+        and any((item[0], a.j) in come for item in flow(a).reads)
     )
 
 
