@@ -30,7 +30,7 @@ from typing import final
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.actions import Lane as ActionLane
-from lightning_cyclic.plan.dataflow import Dataflow, Item
+from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
 from lightning_cyclic.plan.passes.messages import is_for_one_use
 from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.simulate.costs import Network
@@ -154,19 +154,21 @@ class _Made:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._makers: dict[Item, int] = {}
+        self._makers: defaultdict[Item, list[int]] = defaultdict(list)
         self._waiting: defaultdict[Item, list[int]] = defaultdict(list)
 
     def wait(self, node: int, item: Item, *, for_later: bool) -> None:
         """Let a node wait for what it reads; on a lane, also for what is received later."""
-        if (maker := self._makers.get(item)) is not None:
+        for maker in self._makers[item]:
             self._graph.wait(node, on=maker)
-        elif for_later:
+        if for_later and not self._makers[item]:
             self._waiting[item].append(node)
 
     def add(self, node: int, item: Item) -> None:
-        """Note who makes an item; of several that add to it, the last."""
-        self._makers[item] = node
+        """Note who makes an item: the last, but of a sum of which nobody says the last all."""
+        if item[0] is not Datum.SUM:
+            self._makers[item].clear()
+        self._makers[item].append(node)
         for waiting in self._waiting.pop(item, ()):
             self._graph.wait(waiting, on=node)
 

@@ -59,7 +59,6 @@ class _Ways:
     """Know who makes what, where, and who reads it; versions have ways of their own."""
 
     def __init__(self, plan: Plan, programs: Sequence[Program]) -> None:
-        self.plan = plan
         self.flows = [Dataflow(plan, w) for w in range(len(programs))]
         self.makers: dict[Item, tuple[int, int]] = {}  # who, and where in its program
         self.readers: dict[Item, int] = {}
@@ -102,12 +101,12 @@ def _routed(plan: Plan, ways: _Ways, program: Program, w: int) -> Iterator[Actio
             yield from _updated(plan, ways, group, w)
         else:
             (a,) = group
-            yield from _carrying(plan, Kind.RECV, a, ways.received(a, w))
+            yield from _carrying(Kind.RECV, a, ways.received(a, w))
             if a.kind in (Kind.F, Kind.B):
                 yield from filter(None, [inbox.pop(x, None) for x in ways.flows[w](a).reads])
             yield a
             if a.kind in _MAKERS:
-                yield from _carrying(plan, Kind.SEND, a, ways.sent(a, n, w))
+                yield from _carrying(Kind.SEND, a, ways.sent(a, n, w))
         n += len(group)
     yield from inbox.values()  # what nobody read any more: all end with the same weights
 
@@ -121,9 +120,7 @@ def _grouped(program: Program) -> Iterator[tuple[bool, list[Action]]]:
             yield from ((False, [a]) for a in actions)
 
 
-def _carrying(
-    plan: Plan, kind: Kind, at: Action, items: Iterable[tuple[Item, int]]
-) -> Iterator[Action]:
+def _carrying(kind: Kind, at: Action, items: Iterable[tuple[Item, int]]) -> Iterator[Action]:
     """Yield the messages that carry items at an action, to or from other workers."""
     for item, peer in items:
         payload, names = _PAYLOADS[datum := item[0]]
@@ -140,7 +137,7 @@ def _updated(plan: Plan, ways: _Ways, group: list[Action], w: int) -> Iterator[A
     """Yield the updates of one place with the totals before them, and the versions behind."""
     own = [a for a in group if plan.owner(a.j) == w]
     if not plan.late_updates:
-        yield from _totals(plan, ways, own, w)
+        yield from _totals(ways, own, w)
     yield from own
     for a in group:
         if not plan.axes.placement.runs_whole_micro:
@@ -149,9 +146,9 @@ def _updated(plan: Plan, ways: _Ways, group: list[Action], w: int) -> Iterator[A
             yield from _along_chain(plan, a, w)
 
 
-def _totals(plan: Plan, ways: _Ways, updates: list[Action], w: int) -> Iterator[Action]:
+def _totals(ways: _Ways, updates: list[Action], w: int) -> Iterator[Action]:
     for a in sorted(updates, key=lambda a: -a.j):  # backwards end with the first stage
-        yield from _carrying(plan, Kind.RECV, a, ways.received(a, w))
+        yield from _carrying(Kind.RECV, a, ways.received(a, w))
 
 
 def _early_totals(plan: Plan, ways: _Ways, w: int) -> list[Action]:
@@ -162,7 +159,7 @@ def _early_totals(plan: Plan, ways: _Ways, w: int) -> list[Action]:
         for j in range(plan.num_stages)
         if plan.owner(j) == w
     ]
-    return sorted(_totals(plan, ways, ended, w), key=lambda a: a.s)
+    return sorted(_totals(ways, ended, w), key=lambda a: a.s)
 
 
 def _along_chain(plan: Plan, a: Action, w: int) -> Iterator[Action]:
