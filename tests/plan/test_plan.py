@@ -243,6 +243,10 @@ def test_a_single_worker_reads_the_versions_of_the_workers_it_stands_for():
             {"preset": "interleaved_1f1b", "num_stages": 5, "num_workers": 2},
             r"num_stages=5 with 2 workers of each replica; .* use num_stages=4 or 6",
         ),
+        (
+            {"preset": "interleaved_1f1b", "num_stages": 4, "weights": "delayed"},
+            r"weights 'delayed' do not fit schedule 'interleaved_1f1b'.*use weights=\"sync\"",
+        ),
         ({"placement": "single"}, r"use num_workers=1"),
         ({"placement": "shared", "num_workers": 4}, r"use num_workers=3 or fewer"),
         ({"relayed": [2]}, r"relayed=\(2,\); allowed: stages 0 to 1"),

@@ -31,6 +31,12 @@ def check_fit(plan: Plan) -> None:
         raise PlanError(problem)
     if plan.schedule not in placement.schedules:
         _refuse(plan, "schedule", placement.schedules)
+    if placement.shape != "block" and not weights.at_end_of_step:
+        raise PlanError(
+            f"weights {plan.weights!r} do not fit schedule {plan.schedule!r}, whose workers have "
+            "stages apart and wait for each other between steps; allowed with it: sync; use "
+            'weights="sync"'
+        )
     if placement.runs_whole_micro and not weights.for_replicas:
         _refuse(plan, "weights", [name for name, rule in WEIGHTS.items() if rule.for_replicas])
     if not placement.runs_whole_micro and plan.sharding != "none":

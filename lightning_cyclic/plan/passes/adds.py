@@ -5,9 +5,8 @@
 Where one worker runs a micro-batch and the one before it, its backward adds at once. Else ADD
 does, behind the backward; within groups at the worker that leads in the stage, which adds the
 gradients of the group one after the other. Where owners add (sharding "full") gradients travel to
-them: an
-owner is ready for each while the backward is run from which it comes, and adds it behind that;
-neither before the own step begins, as a flush leaves nothing pending, nor behind the update.
+them: an owner is ready for each while the backward is run from which it comes, and adds it behind
+that; neither before the own step begins, as a flush leaves nothing pending, nor behind the update.
 """
 
 from __future__ import annotations
