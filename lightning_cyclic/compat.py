@@ -237,6 +237,8 @@ OF_TORCH: Final = (
     Private("torch._C._distributed_c10d", "PrefixStore", _STORE),
     Private("torch._C._distributed_c10d", "Store", _STORE),
     Private("torch._ops", "OpOverload", "counting the work of stages"),
+    Private("torch._C._autograd", "_top_saved_tensors_default_hooks", "split backwards"),
+    Private("torch._C._functorch", "peek_interpreter_stack", "split backwards"),
     Private("torch._C._autograd", "_enable_record_function", "messages that outlive a profiler"),
     Private("torch.autograd.graph", "_engine_run_backward", "backwards of stages"),
     Private("torch.autograd.profiler", "_is_profiler_enabled", "names of actions in profiles"),

@@ -19,15 +19,16 @@ class PipelineStrategy(PlannedStrategy):
     Which preset is fastest for a model, with which numbers, `lightning-cyclic plan` predicts.
 
     Args:
-        preset: "1f1b", "gpipe" or "interleaved_1f1b", whose workers have several stages each (a
-            flush between steps: the same numbers as on one device); "cyclic_pipeline",
+        preset: "1f1b" or "gpipe"; "interleaved_1f1b", whose workers have several stages each;
+            "zb_h1", "zb_v" or "dualpipe_v", which put off the gradients of weights (all of these
+            with a flush between steps: the same numbers as on one device); "cyclic_pipeline",
             "pipedream", "pipedream_2bw", "pipeoptim" or "spectrain" (none); "cyclic_mp", whose
             workers take turns with the stages. Or a mapping with a value for each axis: schedule,
             placement, weights, sharding.
         stages: "auto", cut by FLOPs and bytes, counted, so that stages are the same in every
-            run, one for each worker of a replica, or two ("interleaved_1f1b"); "measured", cut by
-            times, which rank 0 takes in the first step; a number; or the module paths that begin
-            stages 1, 2, ...
+            run, one for each worker of a replica, or two ("interleaved_1f1b", "zb_v",
+            "dualpipe_v"); "measured", cut by times, which rank 0 takes in the first step; a
+            number; or the module paths that begin stages 1, 2, ...
         num_microbatches: into which each replica cuts a batch. [1 where each is an update by
             itself, else one per stage]
         replicas: of the pipeline.
@@ -72,8 +73,8 @@ class PipelineStrategy(PlannedStrategy):
     """
 
     presets: ClassVar = (
-        "1f1b", "gpipe", "interleaved_1f1b", "cyclic_pipeline", "cyclic_mp", "pipedream",
-        "pipedream_2bw", "pipeoptim", "spectrain",
+        "1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "cyclic_pipeline",
+        "cyclic_mp", "pipedream", "pipedream_2bw", "pipeoptim", "spectrain",
     )  # fmt: skip
     placements: ClassVar = ("pipelined", "shared", "single")
     other: ClassVar = "CyclicStrategy"

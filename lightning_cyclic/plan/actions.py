@@ -5,7 +5,9 @@ writes it (stage, kind, micro-batch), plus the weight version behind ``@`` and t
 behind ``#``:
 
     2F0@3#4            stage 2, forward of micro-batch 0, on version 3, in step 4
-    2B0@3#4            its backward, on the same version
+    2B0@3#4            its backward, on the same version; or in two parts, I and W:
+    2I0@3#4            the gradient of what entered the stage
+    2W0@3#4            the gradient of the weights
     2SEND_S0>1#4       send the partial gradient sum of stage 2 up to micro-batch 0 to worker 1
     2RECV_P@3<0#4      receive version 3 of the parameters of stage 2 from worker 0
     2UPDATE@4#3        make version 4 from the gradients of step 3
@@ -42,6 +44,8 @@ class _Name(enum.StrEnum):
 class Kind(_Name):
     F = "F"
     B = "B"
+    I = "I"  # noqa: E741  (the field's name)
+    W = "W"
     ADD = "ADD"
     SEND = "SEND"
     RECV = "RECV"
@@ -49,6 +53,11 @@ class Kind(_Name):
     TELL = "TELL"
     GATHER = "GATHER"
     FREE = "FREE"
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+GO_BACK = frozenset({Kind.B, Kind.I})  # make the gradient of what entered the stage
+MAKE_GRADIENTS = frozenset({Kind.B, Kind.W})  # of the weights
 
 
 class Payload(_Name):
@@ -84,9 +93,9 @@ class Action:
         payload: what travels; only for SEND and RECV.
         t: training step (0-based). Of an UPDATE: the step whose gradients it applies.
         j: stage (0 = input side).
-        i: micro-batch inside the step (0-based); only of F, B, ADD, A, G, S, H, R and W, and of
-            P where parameters are fetched for each use.
-        v: weight version; only of F, B, UPDATE, GATHER, FREE, P and V.
+        i: micro-batch inside the step (0-based); only of F, B, I, W and ADD, of messages A, G, S,
+            H, R and W, and of P where parameters are fetched for each use.
+        v: weight version; only of F, B, I, W, UPDATE, GATHER, FREE, P and V.
         peer: the other worker of a SEND or RECV.
         s: slot in which the timetable places the action; no part of its identity or text.
     """
@@ -143,17 +152,17 @@ Program = tuple[Action, ...]  # what one worker does, in its order
 
 _PATTERN = re.compile(
     r"(?P<j>\d+)"
-    r"(?:(?P<kind>F|B|ADD|UPDATE|TELL|GATHER|FREE)|(?P<way>SEND|RECV)_(?P<payload>[AGSTHPRWVDLNCKXM]))"
+    r"(?:(?P<kind>F|B|I|W|ADD|UPDATE|TELL|GATHER|FREE)|(?P<way>SEND|RECV)_(?P<payload>[AGSTHPRWVDLNCKXM]))"
     r"(?P<i>\d+)?(?:@(?P<v>\d+))?(?:(?P<arrow>[<>])(?P<peer>\d+))?#(?P<t>\d+)"
     r"(?:~(?P<lane>sums|weights))?",
     re.ASCII,  # other scripts' digits would parse but not print back
 )
 _WITH_MICRO = {
-    Kind.F, Kind.B, Kind.ADD,
+    *COMPUTE, Kind.ADD,
     Payload.A, Payload.G, Payload.S, Payload.H, Payload.R, Payload.W,
 }  # fmt: skip
 _WITH_VERSION = {Kind.UPDATE, Kind.GATHER, Kind.FREE, Payload.P, Payload.V}
-_MAYBE_VERSION = {Kind.F, Kind.B, Payload.X}  # of programs without weights; X has its message's
+_MAYBE_VERSION = {*COMPUTE, Payload.X}  # of programs without weights; X has its message's
 _MAYBE_MICRO = {Payload.P, Payload.X}  # P that is fetched for one use names it
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from lightning_cyclic.errors import ValidationError
-from lightning_cyclic.plan.actions import Action, Kind
+from lightning_cyclic.plan.actions import COMPUTE, Action
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan import Plan
@@ -104,8 +104,8 @@ def timetable_around(plan: Plan, a: Action, w: int) -> str:
     """Draw the timetable near an action, with an arrow under it.
 
     Args:
-        plan: whose F and B are drawn; of large plans, only slots and workers near the action.
-        a: the action to point at; drawn too if it is neither F nor B.
+        plan: whose cells are drawn; of large plans, only slots and workers near the action.
+        a: the action to point at; drawn too if it is no cell.
     """
     rows = rows_around(plan, w)
     slots = range(a.s - _SLOTS_BEFORE, a.s + _SLOTS_AFTER + 1)
@@ -114,6 +114,6 @@ def timetable_around(plan: Plan, a: Action, w: int) -> str:
         for s, row, cell in plan.timetable
         if s in slots and row in rows
     ]
-    if a.kind not in (Kind.F, Kind.B):
+    if a.kind not in COMPUTE:
         entries.append(Entry(a.s, w, str(a).partition("#")[0]))
     return picture(entries, arrow=(a.s, w), first_row=rows.start)

@@ -8,6 +8,7 @@
                       it adds at once
                of a micro-batch that is not its replica's first reads, and frees, the gradient of
                the one before, which is in its own
+    I, W       are a B in two parts: what I leaves, W takes, for the gradient and its sum
     ADD        reads  gradient, the sum of those before               makes the new sum
     UPDATE     reads  the sum of all, the version before, norms       makes weights
     TELL       reads  losses
@@ -52,6 +53,7 @@ class Datum(enum.Enum):
     WEIGHTS = enum.auto()  # (j, v)
     INPUT = enum.auto()  # (t, i, j): activations that enter stage j
     GRAPH = enum.auto()  # (t, i, j): what a forward leaves for its backward
+    WORK = enum.auto()  # (t, i, j): what I leaves for its W
     OUTPUT_GRADIENT = enum.auto()  # (t, i, j): gradient of the activations that leave stage j
     TIED_GRADIENT = enum.auto()  # (t, i, j, w): of parameters of stage j, from worker w's stages
     GRADIENT = enum.auto()  # (t, i, j): of one micro-batch, and of its replica's before it
@@ -123,6 +125,13 @@ class Dataflow:
         return (x for x in first_users(plan, j) if self._w not in workers_of(x))
 
     def _backward(self, a: Action) -> Flow:
+        first, second = self._first_half(a), self._second_half(a)
+        taken = (*first.frees[:-1], *second.frees)
+        reads = (*taken, *first.reads[len(first.frees) - 1 :])
+        return Flow(reads, first.makes + second.makes, (*taken, first.frees[-1]))
+
+    def _first_half(self, a: Action) -> Flow:
+        """Return what is read, made and freed of a backward but for the weights' gradient."""
         t, i, j, plan = a.t, a.i, a.j, self._plan
         taken: list[Item] = [(Datum.GRAPH, t, i, j)]
         makes: list[Item] = []
@@ -130,19 +139,33 @@ class Dataflow:
             taken.append((Datum.OUTPUT_GRADIENT, t, i, j))
         if plan is None or j > 0:
             makes.append((Datum.OUTPUT_GRADIENT, t, i, j - 1))
-        if plan is None:
-            makes += [(Datum.GRADIENT, t, i, j), *_any_sum(a)]
-        else:
-            if plan.tied:
-                users = workers_of_later_users(plan, a)
-                taken += [(Datum.TIED_GRADIENT, t, i, j, w) for w in users]
-                makes += [(Datum.TIED_GRADIENT, t, i, x, self._w) for x in first_users(plan, j)]
-            taken += self._summed_before(plan, a)
-            makes.append((Datum.GRADIENT, t, i, j))
-            if adds_at_once(plan, a):
-                makes.append(self._sum(plan, a))
         reads = (*taken, (Datum.WEIGHTS, j, a.v), *self._norms_for_scale(a))
         return Flow(reads, tuple(makes), (*taken, (Datum.INPUT, t, i, j)))
+
+    def _second_half(self, a: Action) -> Flow:
+        """Return what is read, made and freed for the weights' gradient."""
+        t, i, j, plan = a.t, a.i, a.j, self._plan
+        if plan is None:
+            return Flow((), ((Datum.GRADIENT, t, i, j), *_any_sum(a)))
+        taken: list[Item] = []
+        makes: list[Item] = []
+        if plan.tied:
+            users = workers_of_later_users(plan, a)
+            taken += [(Datum.TIED_GRADIENT, t, i, j, w) for w in users]
+            makes += [(Datum.TIED_GRADIENT, t, i, x, self._w) for x in first_users(plan, j)]
+        taken += self._summed_before(plan, a)
+        makes.append((Datum.GRADIENT, t, i, j))
+        if adds_at_once(plan, a):
+            makes.append(self._sum(plan, a))
+        return Flow(tuple(taken), tuple(makes), tuple(taken))
+
+    def _input_gradient(self, a: Action) -> Flow:
+        row = self._first_half(a)
+        return row._replace(makes=(*row.makes, (Datum.WORK, a.t, a.i, a.j)))
+
+    def _weight_gradient(self, a: Action) -> Flow:
+        row, work = self._second_half(a), (Datum.WORK, a.t, a.i, a.j)
+        return Flow((work, *row.reads), row.makes, (work, *row.frees))
 
     def _summed_before(self, plan: Plan, a: Action) -> Iterator[Item]:
         """Yield what a gradient is added to: of its replica, or all, if that is here."""
@@ -229,10 +252,12 @@ _FIELDS = {
 _GO_AWAY = frozenset({Payload.A, Payload.G, Payload.W, Payload.S, Payload.T, Payload.H})
 _CARRY_NOTHING = frozenset({Payload.X, Payload.M})  # that an action reads
 
-_COMPUTE = (Kind.F, Kind.B, Kind.ADD, Kind.UPDATE, Kind.TELL, Kind.GATHER, Kind.FREE)
+_NO_MESSAGES = [kind for kind in Kind if kind not in (Kind.SEND, Kind.RECV)]
 _ROWS: dict[Kind, Callable[[Dataflow, Action], Flow]] = {
     Kind.F: Dataflow._forward,
     Kind.B: Dataflow._backward,
+    Kind.I: Dataflow._input_gradient,
+    Kind.W: Dataflow._weight_gradient,
     Kind.ADD: Dataflow._add,
     Kind.UPDATE: Dataflow._update,
     Kind.TELL: lambda _, a: Flow(((Datum.LOSSES, a.t),)),
@@ -290,7 +315,7 @@ def lives(program: Iterable[Action], kinds: frozenset[Datum]) -> Iterator[Life]:
 def _concerned_with(kinds: frozenset[Datum]) -> frozenset[Kind | Payload]:
     """Name the rows of the table that have items of some kinds, without a plan."""
     flow, found = Dataflow(), set()
-    for name in (*_COMPUTE, *Payload):
+    for name in (*_NO_MESSAGES, *Payload):
         ways = [name] if isinstance(name, Kind) else [Kind.SEND, Kind.RECV]
         payload = None if isinstance(name, Kind) else name
         rows = [flow(Action(kind=kind, payload=payload, t=0, j=0, i=0, v=0)) for kind in ways]
@@ -326,14 +351,14 @@ def peak(spans: Iterable[tuple[int, int, float]]) -> float:
 
 
 def live_activations(program: Iterable[Action]) -> int:
-    """Count the most stage-activations that a worker keeps from an F to its B.
+    """Count the most stage-activations that a worker keeps from an F to its B, or W.
 
     Example:
         >>> from lightning_cyclic.plan.actions import parse
         >>> live_activations(map(parse, ["0F0#0", "0F1#0", "0B0#0", "0B1#0"]))
         2
     """
-    graphs = lives(program, frozenset({Datum.GRAPH}))
+    graphs = lives(program, frozenset({Datum.GRAPH, Datum.WORK}))  # one behind the other
     return int(peak((life.begin, life.end, 1) for life in graphs))
 
 

@@ -119,8 +119,10 @@ class Pipelined(AbstractPlacement):
     With replicas, that many pipelines take the micro-batches in turn.
     """
 
-    schedules: ClassVar[tuple[str, ...]] = ("cyclic", "gpipe", "1f1b", "interleaved_1f1b")
-    wide_schedules: ClassVar[tuple[str, ...]] = ("gpipe", "1f1b", "interleaved_1f1b", "cyclic")
+    schedules: ClassVar[tuple[str, ...]] = (
+        "cyclic", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v",
+    )  # fmt: skip
+    wide_schedules: ClassVar[tuple[str, ...]] = (*schedules[1:], "cyclic")
 
     @property
     def depth(self) -> int:
@@ -256,7 +258,7 @@ class Single(AbstractPlacement):
 
     overlaps: ClassVar[bool] = False
     schedules: ClassVar[tuple[str, ...]] = (
-        "lockstep", "cyclic", "gpipe", "1f1b", "interleaved_1f1b",
+        "lockstep", "cyclic", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v",
     )  # fmt: skip
 
     def worker(self, t: int, i: int, j: int) -> int:

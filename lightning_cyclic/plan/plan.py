@@ -146,14 +146,14 @@ class Plan:
         return w * self.rounds + number
 
     def slot(self, kind: Kind, t: int, i: int, j: int) -> int:
-        """Give the slot in which F or B of micro-batch i of step t runs on stage j."""
+        """Give the slot in which F, B, I or W of micro-batch i of step t starts on stage j."""
         schedule = self.axes.schedule
-        start = schedule.forward if kind is Kind.F else schedule.backward
-        return schedule.slot(t, start(i, j))
+        return schedule.slot(t, schedule.start(kind, i, j))
 
     def end(self, t: int, j: int) -> int:
-        """Give the slot of the last backward of stage j in step t: then its sum is whole."""
-        return self.slot(Kind.B, t, self.num_microbatches - 1, j)
+        """Give the last slot in which gradients of stage j are made in step t."""
+        schedule = self.axes.schedule
+        return schedule.slot(t, schedule.whole(j) - schedule.unit)
 
     def worker_of(self, i: int, j: int, t: int = 0) -> int:
         """Give the worker that runs micro-batch i of step t on stage j.
@@ -172,7 +172,7 @@ class Plan:
         schedule = self.axes.schedule
         if self.rounds > 1:  # all read what they would if there were one
             schedule, i = self._one_round, i % self.num_workers
-        newest = schedule.updates_before(t, schedule.forward(i, j), j, self.slack)
+        newest = schedule.updates_before(t, schedule.start(Kind.F, i, j), j, self.slack)
         return self.axes.weights.forward(t, newest)
 
     def backward_reads(self, t: int, i: int, j: int) -> int:
@@ -180,7 +180,7 @@ class Plan:
         if not self.axes.weights.looks_ahead:
             return self.reads(t, i, j)
         schedule = self.axes.schedule
-        return schedule.updates_before(t, schedule.backward(i, j), j)
+        return schedule.updates_before(t, schedule.start(Kind.B, i, j), j)
 
     def horizon(self, t: int, i: int, j: int) -> int:
         """Count the updates of stage j that F(i, j) looks ahead of the version that it reads.
@@ -254,7 +254,7 @@ class Plan:
         """Count the versions of stage j that are alive at once, anywhere, at most."""
         t = self.late_step
         schedule = self.axes.schedule
-        ends = ((i, schedule.backward(i, j)) for i in range(self.num_microbatches))
+        ends = ((i, schedule.start(Kind.B, i, j)) for i in range(self.num_microbatches))
         return 1 + max(
             schedule.updates_before(t, start, j) - self.backward_reads(t, i, j)
             for i, start in ends
@@ -277,7 +277,7 @@ class Plan:
         first read, and late updates made, up to two steps later.
         """
         schedule = self.axes.schedule
-        whole = schedule.backward(self.num_microbatches - 1, 0) + schedule.unit
+        whole = max(map(schedule.whole, range(self.num_stages)))
         return ceil_div(whole, schedule.period) + 2
 
     @property
@@ -301,7 +301,7 @@ class Plan:
         if self.axes.placement.runs_whole_micro:
             return max(t - self._most_behind, 0)
         schedule = self.axes.schedule
-        return schedule.updates_before(t, schedule.forward(0, self.num_stages - 1), 0)
+        return schedule.updates_before(t, schedule.start(Kind.F, 0, self.num_stages - 1), 0)
 
     def is_new(self, t: int, i: int, j: int) -> bool:
         """Say whether F(i, j) of step t reads another version than in the step before."""
@@ -371,27 +371,27 @@ class Plan:
 
     @property
     def timetable(self) -> Iterator[tuple[int, int, Action]]:
-        """Slot, worker and action of each F and B, step by step, micro-batch by micro-batch.
+        """Slot, worker and action of each F, B, I and W, step by step, micro-batch by micro-batch.
 
         Lazy and made without messages, so that thousands of workers can be drawn.
         """
-        slot = self.axes.schedule.slot
-        forward, backward = self.axes.schedule.forward, self.axes.schedule.backward
-        stages = range(self.num_stages)
-        for t in range(self.num_steps):
-            for i in range(self.num_microbatches):
-                for j in stages:
-                    v, s = self.reads(t, i, j), slot(t, forward(i, j))
-                    yield s, self.worker_of(i, j, t), Action(kind=Kind.F, t=t, i=i, j=j, v=v, s=s)
-                for j in reversed(stages):
-                    v, s = self.backward_reads(t, i, j), slot(t, backward(i, j))
-                    yield s, self.worker_of(i, j, t), Action(kind=Kind.B, t=t, i=i, j=j, v=v, s=s)
+        kinds_of, stages = self.axes.schedule.kinds, range(self.num_stages)
+        for t, i in product(range(self.num_steps), range(self.num_microbatches)):
+            for j in stages:
+                yield self._cell(Kind.F, t, i, j, self.reads(t, i, j))
+            for j in reversed(stages):
+                v = self.backward_reads(t, i, j)
+                yield from (self._cell(kind, t, i, j, v) for kind in kinds_of(i, j)[1:])
+
+    def _cell(self, kind: Kind, t: int, i: int, j: int, v: int) -> tuple[int, int, Action]:
+        s = self.slot(kind, t, i, j)
+        return s, self.worker_of(i, j, t), Action(kind=kind, t=t, i=i, j=j, v=v, s=s)
 
     def time(self, a: Action) -> tuple[int, int, int]:
-        """Give the exact time of an F or B; ties go by stage, then in order of micro-batches."""
+        """Give the exact time of a cell; ties go by stage, then in order of micro-batches."""
         schedule, i = self.axes.schedule, a.i or 0
-        start = schedule.forward if a.kind is Kind.F else schedule.backward
-        return schedule.begin(a.t) + start(i, a.j), a.j, a.t * self.num_microbatches + i
+        start = schedule.begin(a.t) + schedule.start(a.kind, i, a.j)
+        return start, a.j, a.t * self.num_microbatches + i
 
     @cached_property
     def program(self) -> Program:
@@ -420,7 +420,7 @@ class Plan:
     def _need(self, i: int, j: int) -> int:
         """Give the time at which micro-batch i first reads a version, up to a constant."""
         schedule = self._one_round if self.rounds > 1 else self.axes.schedule
-        return self.lag(self.late_step, i, j) * schedule.period + schedule.forward(i, j)
+        return self.lag(self.late_step, i, j) * schedule.period + schedule.start(Kind.F, i, j)
 
     @cached_property
     def _most_behind(self) -> int:

@@ -10,6 +10,14 @@ from fractions import Fraction
 from typing import Any, Final, NamedTuple, final
 
 from lightning_cyclic.errors import PlanError, one_of
+from lightning_cyclic.plan.orders import (
+    DualPipeV,
+    GPipe,
+    Interleaved,
+    OneFOneB,
+    ZeroBubbleH1,
+    ZeroBubbleV,
+)
 from lightning_cyclic.plan.placement import (
     AbstractPlacement,
     AbstractSharding,
@@ -21,15 +29,7 @@ from lightning_cyclic.plan.placement import (
     Shared,
     Single,
 )
-from lightning_cyclic.plan.schedules import (
-    TWO_SLOTS,
-    AbstractSchedule,
-    Cyclic,
-    GPipe,
-    Interleaved,
-    Lockstep,
-    OneFOneB,
-)
+from lightning_cyclic.plan.schedules import TWO_SLOTS, AbstractSchedule, Cyclic, Lockstep
 from lightning_cyclic.plan.weights import (
     AbstractWeights,
     Delayed,
@@ -45,6 +45,9 @@ SCHEDULES: Final[dict[str, type[AbstractSchedule]]] = {
     "gpipe": GPipe,
     "1f1b": OneFOneB,
     "interleaved_1f1b": Interleaved,
+    "zb_h1": ZeroBubbleH1,
+    "zb_v": ZeroBubbleV,
+    "dualpipe_v": DualPipeV,
 }
 PLACEMENTS: Final[dict[str, type[AbstractPlacement]]] = {
     "replicated": Replicated,
@@ -110,6 +113,11 @@ PRESETS: Final[dict[str, Preset]] = {
     "1f1b": Preset("1f1b", "pipelined", "sync", "none", "PipeDream-Flush, arXiv 2006.09503"),
     "interleaved_1f1b": Preset(
         "interleaved_1f1b", "pipelined", "sync", "none", "interleaved 1F1B, arXiv 2104.04473"
+    ),
+    "zb_h1": Preset("zb_h1", "pipelined", "sync", "none", "zero bubble H1, arXiv 2401.10241"),
+    "zb_v": Preset("zb_v", "pipelined", "sync", "none", "zero bubble V, arXiv 2405.15362"),
+    "dualpipe_v": Preset(
+        "dualpipe_v", "pipelined", "sync", "none", "V-shaped DualPipe, arXiv 2412.19437"
     ),
     "pipedream": Preset("cyclic", "pipelined", "stashed", "none", "PipeDream, SOSP 2019"),
     "pipedream_2bw": Preset(

@@ -25,7 +25,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, final
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Payload
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.plan.passes.copies import copies
@@ -343,7 +343,7 @@ def _placed(a: Action) -> tuple[Action, int]:
 
 
 def _reads_weights(a: Action) -> bool:
-    return a.kind in (Kind.F, Kind.B)
+    return a.kind in COMPUTE
 
 
 def _moved(a: Action, steps: int, slots: int) -> Action:
@@ -358,7 +358,7 @@ def start_signals(plan: Plan, block: Sequence[Action], w: int) -> Iterator[Actio
     signal that worker w sends when it is as far into its step as the timetable says. In all other
     steps the stagger holds by itself, and gives way where messages need longer.
     """
-    own = [a for a in block if a.kind in (Kind.F, Kind.B)] if plan.is_staggered else []
+    own = [a for a in block if a.kind in COMPUTE] if plan.is_staggered else []
     behind = min(2 * plan.num_stages // plan.num_groups, plan.num_stages)  # slots
     if plan.rounds > 1 and plan.relayed:  # in succession
         behind += 2 * plan.num_stages * (plan.rounds - 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import MAKE_GRADIENTS, Action, Kind, Payload
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
@@ -106,7 +106,7 @@ def completes(plan: Plan, a: Action, w: int) -> bool:
         return a.payload is Payload.T
     if a.i != plan.num_microbatches - 1:
         return False
-    return a.kind is (Kind.B if adds_at_once(plan, a) else Kind.ADD)
+    return a.kind in MAKE_GRADIENTS if adds_at_once(plan, a) else a.kind is Kind.ADD
 
 
 # ---------------------------------------------------------------------- buffers

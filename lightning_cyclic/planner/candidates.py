@@ -102,7 +102,8 @@ class StatesPerParam:
 
 
 def _is_planned(preset: Preset) -> bool:
-    return SCHEDULES[preset.schedule].stages_per_worker == 1
+    schedule = SCHEDULES[preset.schedule]
+    return schedule.stages_per_worker == 1 and not schedule.splits
 
 
 def _default_presets() -> tuple[str, ...]:
@@ -167,8 +168,9 @@ class Problem:
                 raise PlanError(one_of(preset, list(PRESETS), "preset", "use cyclic_pipeline"))
             if not _is_planned(PRESETS[preset]):
                 raise PlanError(
-                    f"preset {preset!r}, whose workers have several stages each, is not planned "
-                    f"yet; allowed: {', '.join(DEFAULT_PRESETS)}; use '1f1b', and compare both"
+                    f"preset {preset!r}, whose workers have several stages each or split "
+                    f"backwards, is not planned yet; allowed: {', '.join(DEFAULT_PRESETS)}; use "
+                    "'1f1b', and compare both"
                 )
         for name, least in (("num_workers", 1), ("batch_size", 0), ("state_per_param", 0)):
             if getattr(self, name) < least:

@@ -1,6 +1,6 @@
 """The worker: carry out the program of one worker, action by action.
 
-    F, B      what runs the stages of the user's step                    (compute)
+    F, B, I, W     what runs the stages of the user's step               (compute)
     SEND      hand what the action names to the messages
     RECV      be ready for a message; what waits for it is the first action that reads it
     ADD       the own gradient to a sum that came
@@ -106,7 +106,7 @@ class AbstractCompute(Protocol):
         """Run F."""
 
     def backward(self, a: Action) -> None:
-        """Run B."""
+        """Run B, or one of its halves: I, for which the stage before waits, or W."""
 
 
 class AbstractStores(Protocol):
@@ -207,6 +207,8 @@ class Worker:
         do: dict[Kind, Callable[[Action], None]] = {
             Kind.F: compute.forward,
             Kind.B: compute.backward,
+            Kind.I: compute.backward,
+            Kind.W: compute.backward,
             Kind.ADD: stores.add,
             Kind.SEND: self._send,
             Kind.RECV: self._post,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import final
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import MAKE_GRADIENTS, Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, live_activations, live_versions, lives, peak
 from lightning_cyclic.simulate.costs import Costs
 
@@ -90,11 +90,11 @@ def _worker(program: Sequence[Action], costs: Costs, t: int) -> WorkerAccount:
 
 
 def _peak_over_workers(programs: Sequence[Sequence[Action]]) -> int:
-    """Return the most activations in any slot; a backward frees its own behind its slot."""
+    """Return the most activations in any slot; a backward, or W, frees its own behind its slot."""
     changes = Counter[int]()
     for action in chain.from_iterable(programs):
         if action.kind is Kind.F:
             changes[action.s] += 1
-        elif action.kind is Kind.B:
+        elif action.kind in MAKE_GRADIENTS:
             changes[action.s + 1] -= 1
     return max(accumulate(changes[s] for s in sorted(changes)), default=0)

@@ -169,6 +169,8 @@ class Costs:
             return self.forward_s[action.j]
         if action.kind is Kind.B:
             return self.backward_s[action.j]
+        if action.kind in (Kind.I, Kind.W):  # a product of matrices each, where a forward has one
+            return self.backward_s[action.j] / 2
         return self.update_s[action.j] if action.kind is Kind.UPDATE else 0.0
 
     def message_bytes(self, action: Action) -> float:

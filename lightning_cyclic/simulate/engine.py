@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.plan.actions import Action, Kind
+from lightning_cyclic.plan.actions import COMPUTE, Action, Kind
 from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.graph import Graph, Lane, build
@@ -56,7 +56,8 @@ def summarise(events: Sequence[Event], num_workers: int) -> Result:
     The steady step time is the mean over the steps from the middle to the last but one: the
     first steps fill the pipe, and beside the last there is less traffic than in steady state.
     """
-    compute = [event for event in events if event.action.kind in (Kind.F, Kind.B, Kind.UPDATE)]
+    computing = COMPUTE | {Kind.UPDATE}
+    compute = [event for event in events if event.action.kind in computing]
     num_steps = 1 + max((event.action.t for event in compute), default=0)
     first, last = steady_window(num_steps)
     ends = _ends_of_steps(compute, num_workers, num_steps)

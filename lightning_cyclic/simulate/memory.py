@@ -45,12 +45,13 @@ from itertools import accumulate
 from typing import NamedTuple, TypeAlias, final
 
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
+from lightning_cyclic.plan.actions import COMPUTE, MAKE_GRADIENTS, Action, Kind, Payload, Program
 from lightning_cyclic.plan.dataflow import Datum, Life, lives, peak
 from lightning_cyclic.plan.passes.updates import calls
 from lightning_cyclic.simulate.account import account
 from lightning_cyclic.simulate.costs import Costs
 
+_ACTIVATIONS = frozenset({Datum.GRAPH, Datum.WORK})  # W frees what I has left
 _SUMS = (Payload.S, Payload.T)
 _GRADIENTS = (*_SUMS, Payload.H)
 _Posted: TypeAlias = Mapping[tuple[object, ...], int]  # a message -> slot of its receive
@@ -200,9 +201,9 @@ def _looks_ahead(plan: Plan, j: int) -> bool:
 
 
 def _activation_spans(program: Program, costs: Costs, remat: bool) -> Iterator[_Span]:
-    for life in lives(program, frozenset({Datum.GRAPH})):
+    for life in lives(program, _ACTIVATIONS):
         size = costs.activation_bytes[_stage(life)]
-        if remat:  # while the forward runs, and while it runs again
+        if remat and life.item[0] is Datum.GRAPH:  # while the forward runs, and again
             yield life.begin, life.begin + 1, size
             yield life.end, life.end + 1, size
         else:
@@ -216,7 +217,7 @@ def _input_spans(program: Program, costs: Costs, remat: bool) -> Iterator[_Span]
     own only where these are not kept.
     """
     received = {(a.t, a.i, a.j) for a in program if a.kind is Kind.RECV and a.payload is Payload.A}
-    for life in lives(program, frozenset({Datum.GRAPH})):
+    for life in lives(program, _ACTIVATIONS):
         if remat or _stage(life) == 0 or life.item[1:] in received:
             yield life.begin, life.end, costs.cut_bytes[_stage(life)]
 
@@ -244,8 +245,8 @@ def _sums(program: Program, params: Sequence[float]) -> float:
     live: defaultdict[int, set[tuple[int, bool]]] = defaultdict(set)
     most: dict[int, int] = {}
     for a in program:
-        if a.kind is Kind.B or (a.kind is Kind.RECV and a.payload in _SUMS):
-            live[a.j].add((a.t, a.kind is Kind.B))
+        if a.kind in MAKE_GRADIENTS or (a.kind is Kind.RECV and a.payload in _SUMS):
+            live[a.j].add((a.t, a.kind is not Kind.RECV))
         elif a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload in _SUMS):
             live[a.j] -= {(a.t, True), (a.t, False)}
         most[a.j] = max(most.get(a.j, 0), len(live[a.j]))
@@ -330,7 +331,7 @@ def _gradients(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span
     spans_of_calls = calls(plan, program)
     for n, a in enumerate(program):
         key = a.t, a.j
-        if a.kind is Kind.B:
+        if a.kind in MAKE_GRADIENTS:
             own.setdefault(key, n)
         elif a.kind is Kind.RECV and a.payload in _GRADIENTS:
             come[a.payload, *key, *[a.i] * (a.payload is Payload.H)] = n
@@ -367,7 +368,7 @@ def _older(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
     ends: dict[tuple[int, int], int] = {}
     for n, a in enumerate(program):
         is_sent = a.kind is Kind.SEND and a.payload is Payload.P
-        if a.v is not None and (is_sent or a.kind in (Kind.F, Kind.B)):
+        if a.v is not None and (is_sent or a.kind in COMPUTE):
             end = leaving.end(a, n) if is_sent else n + 1
             ends[a.j, a.v] = max(end, ends.get((a.j, a.v), 0))
     for n, (begin, end) in calls(plan, program).items():

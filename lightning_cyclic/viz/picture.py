@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import COMPUTE, GO_BACK, Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Item
 from lightning_cyclic.viz.words import CARRIED, sentence
 
@@ -123,8 +123,8 @@ def _drawn(plan: Plan, slots: range, form: str) -> bytes:
 
 def _slots(plan: Plan, first_slot: int) -> range:
     """Return the slots that are shown, found without making the program."""
-    ends = (a.s for _, _, a in plan.timetable if a.kind is Kind.B and a.t == plan.num_steps - 1)
-    slots = range(first_slot, 1 + max(ends))
+    last = plan.num_steps - 1
+    slots = range(first_slot, 1 + max(plan.end(last, j) for j in range(plan.num_stages)))
     if not slots:
         raise PlanError(
             f"nothing happens from slot {first_slot} on; allowed: slots of the {plan.num_steps} "
@@ -154,7 +154,7 @@ def _matplotlib() -> ModuleType:
 
 
 class Cell(NamedTuple):
-    """Hold a forward or backward: from ``x`` on, as wide as ``width`` slots, on a worker."""
+    """Hold a forward, or a backward or half of one: from ``x`` on, ``width`` slots of a worker."""
 
     x: float
     width: float
@@ -174,24 +174,32 @@ class Arrow(NamedTuple):
 
 def cells_of(programs: Sequence[Sequence[Action]]) -> Iterator[Cell]:
     """Yield all cells; several of one slot share it in the order in which they run."""
+    whole = _slots_of_whole(programs)
     for w, program in enumerate(programs):
         by_slot: defaultdict[int, list[Action]] = defaultdict(list)
         for a in program:
-            if a.kind in (Kind.F, Kind.B):
+            if a.kind in COMPUTE:
                 by_slot[a.s].append(a)
         for s, actions in sorted(by_slot.items()):
             for n, a in enumerate(actions):
-                yield Cell(s + n / len(actions), 1 / len(actions), w, a)
+                slots = whole if a.kind is Kind.B else 1
+                yield Cell(s + n / len(actions), slots / len(actions), w, a)
+
+
+def _slots_of_whole(programs: Sequence[Sequence[Action]]) -> int:
+    """Return the slots of a backward that is not split: two where others are."""
+    return 1 + any(a.kind is Kind.W for program in programs for a in program)
 
 
 def arrows_of(plan: Plan) -> Iterator[Arrow]:
     """Yield all messages that somebody reads: a flush sends some that nobody does any more."""
     readers = [_first_readers(plan, w, program) for w, program in enumerate(plan.programs)]
+    whole = _slots_of_whole(plan.programs)
     for w, program in enumerate(plan.programs):
-        computed = -1  # the last slot in which something was, up to here
+        computed, slots = -1, 1  # the last slot in which something was, up to here; how many
         for a in program:
-            if a.kind in (Kind.F, Kind.B):
-                computed = a.s
+            if a.kind in COMPUTE:
+                computed, slots = a.s, whole if a.kind is Kind.B else 1
             if a.kind is not Kind.SEND:
                 continue
             assert a.peer is not None  # as for every SEND
@@ -199,7 +207,7 @@ def arrows_of(plan: Plan) -> Iterator[Arrow]:
             if reader is not None:
                 # a gradient is added behind the backward that it comes from
                 end_x = reader.s + (reader.kind is Kind.ADD)
-                yield Arrow(a.s + (computed == a.s), w, end_x, a.peer, a)
+                yield Arrow(a.s + slots * (computed == a.s), w, end_x, a.peer, a)
 
 
 def _first_readers(
@@ -265,10 +273,11 @@ class Rows:
     def colours(self, a: Action) -> tuple[str, str, str]:
         """Return the colours of a cell, of its edge, and of what is written on it."""
         colour = _COLOURS[self.number(a) % len(_COLOURS)]
-        if a.kind is Kind.B:
+        if a.kind in GO_BACK:
             return colour, colour, "white"
         parts = (int(colour[n : n + 2], 16) for n in (1, 3, 5))
-        tinted = "#" + "".join(f"{round(x + (255 - x) * _TINT):02x}" for x in parts)
+        white = _TINT if a.kind is Kind.F else _TINT / 2
+        tinted = "#" + "".join(f"{round(x + (255 - x) * white):02x}" for x in parts)
         return tinted, colour, _DARK
 
 
@@ -407,6 +416,14 @@ def _explain(
         ),
         f"B{rows.number(first)}: its backward, which computes gradients": Patch(color=edge),
     }
+    halves = next((cell.action for cell in cells if cell.action.kind is Kind.W), None)
+    if halves is not None:
+        n = rows.number(halves)
+        fill, edge, _ = rows.colours(halves)
+        signs[f"I{n}: the half of a backward for which the stage before waits"] = Patch(color=edge)
+        signs[f"W{n}: its other half, which computes gradients of the weights"] = Patch(
+            facecolor=fill, edgecolor=edge
+        )
     if any(cell.width < 1 for cell in cells):
         signs["cells that share a slot: they run one after the other"] = sign("$1|2$", _GREY)
     version = "the version of the stage's weights that is used: how many updates it has had"

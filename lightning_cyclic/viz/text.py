@@ -4,7 +4,8 @@
     w0   0F0@0 1F0@0 1B0@0 0B0@0 0F0@0 1F0@1
     w1       .     . 0F1@0 1F1@0 1B1@0 0B1@0
 
-The cells read as actions do: stage, F or B, micro-batch, ``@`` weight version.
+The cells read as actions do: stage, F or B (or its halves, I and W), micro-batch, ``@`` weight
+version.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.plan.clock import Entry, picture
 
-_CELL = re.compile(r"\d+([FB])\d+@(\d+)")
+_CELL = re.compile(r"\d+([FBIW])\d+@(\d+)")
 # One colour per version, so that a read of an old version stands out from its neighbours; a
-# backward is reversed. They are the terminal's own colours and so fit dark and light themes.
+# backward is reversed, its second half underlined. They are the terminal's own colours and so fit
+# dark and light themes.
 _COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
+_STYLES = {"F": "", "B": "reverse ", "I": "reverse ", "W": "underline "}
 _WORD = re.compile(r"\S+")
 _NARROWEST_COLUMN = len(" 0F0@0")
 _MORE = " ..."
@@ -83,13 +86,23 @@ def _entries(plan: Plan, first: int, end: int) -> Iterator[Entry]:
     has millions of cells.
     """
     forwards, backwards = range(plan.num_stages), range(plan.num_stages - 1, -1, -1)
+    splits = plan.axes.schedule.splits
     for t, i in product(range(plan.num_steps), range(plan.num_microbatches)):
         for kind, stages in ((Kind.F, forwards), (Kind.B, backwards)):
             slot = partial(plan.slot, kind, t, i)
             for j in stages[bisect_left(stages, first, key=slot) :]:
                 if slot(j) >= end:
                     break
-                yield Entry(slot(j), plan.worker_of(i, j, t), _cell(plan, kind, t, i, j))
+                yield _entry(plan, kind, t, i, j)
+        for j in backwards if splits else ():  # put off as far as the schedule likes
+            if plan.axes.schedule.is_split(i, j) and first <= plan.slot(Kind.W, t, i, j) < end:
+                yield _entry(plan, Kind.W, t, i, j)
+
+
+def _entry(plan: Plan, kind: Kind, t: int, i: int, j: int) -> Entry:
+    if kind is Kind.B:
+        kind = plan.axes.schedule.kinds(i, j)[1]
+    return Entry(plan.slot(kind, t, i, j), plan.worker_of(i, j, t), _cell(plan, kind, t, i, j))
 
 
 def _cell(plan: Plan, kind: Kind, t: int, i: int, j: int) -> str:
@@ -115,7 +128,7 @@ def _coloured(text: str) -> str:
     styled = Text(text)
     for match in _CELL.finditer(text):
         colour = _COLOURS[int(match[2]) % len(_COLOURS)]
-        styled.stylize(f"reverse {colour}" if match[1] == "B" else colour, *match.span())
+        styled.stylize(f"{_STYLES[match[1]]}{colour}", *match.span())
     widest = text.find("\n") if "\n" in text else len(text)
     console = Console(
         file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Payload
 
 # what travels, as it reads behind "sends" and "waits for"
 CARRIED = {
@@ -26,6 +26,8 @@ CARRIED = {
 _DONE = {
     Kind.F: "forward",
     Kind.B: "backward",
+    Kind.I: "backward to the input",
+    Kind.W: "backward to the weights",
     Kind.ADD: "add gradients",
     Kind.UPDATE: "update",
     Kind.TELL: "note losses and logs",
@@ -85,7 +87,7 @@ def _sentence(what: str, a: Action) -> str:
         parts += ["on the newest weights"] if a.kind is Kind.F else []
     elif a.v is not None and a.kind is Kind.UPDATE:
         parts.append(f"makes version {a.v} of the weights")
-    elif a.v is not None and a.kind in (Kind.F, Kind.B):
+    elif a.v is not None and a.kind in COMPUTE:
         parts.append(f"on version {a.v} of the weights")
     elif a.v is not None:
         parts.append(f"version {a.v}")

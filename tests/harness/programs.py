@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan import PRESETS, Plan
 from lightning_cyclic.plan.actions import Kind, Payload, Program, parse
 from lightning_cyclic.plan.check.replay import Replay
+from lightning_cyclic.plan.presets import SCHEDULES
+
+
+def shaped(preset: str, num_stages: int, num_workers: int) -> dict[str, int]:
+    """Return as many stages and workers, or the next that the preset's schedule takes."""
+    shape = SCHEDULES[PRESETS[preset].schedule].shape
+    if shape == "vee":
+        num_workers = min(num_workers, max(1, num_stages // 2))
+        num_stages = 2 * num_workers
+    while shape == "loop" and num_stages % num_workers:
+        num_workers -= 1
+    return {"num_stages": num_stages, "num_workers": num_workers}
 
 
 def to_text(programs: Iterable[Program]) -> str:

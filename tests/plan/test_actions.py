@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.errors import ActionSyntaxError
-from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload, parse
+from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Lane, Payload, parse
 
 numbers = st.integers(0, 10_000)
 
@@ -17,10 +17,10 @@ def actions(draw):
     payload = draw(st.sampled_from(Payload)) if is_message else None
     what = payload or kind
     has_micro = what in (
-        Kind.F, Kind.B, Kind.ADD, Payload.A, Payload.G, Payload.S, Payload.H, Payload.R, Payload.W
+        *COMPUTE, Kind.ADD, Payload.A, Payload.G, Payload.S, Payload.H, Payload.R, Payload.W
     )  # fmt: skip
     has_version = what in (Kind.UPDATE, Kind.GATHER, Kind.FREE, Payload.P, Payload.V)
-    maybe = what in (Kind.F, Kind.B, Payload.X) and draw(st.booleans())
+    maybe = what in (*COMPUTE, Payload.X) and draw(st.booleans())
     maybe_micro = what in (Payload.P, Payload.X) and draw(st.booleans())
     return Action(
         kind=kind,

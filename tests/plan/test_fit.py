@@ -23,8 +23,7 @@ from lightning_cyclic.plan import make_plan
             {"preset": "cyclic_dp"},
             r"replicas=2 does not fit placement 'replicated' with schedule 'cyclic'; allowed with "
             r"them: 1; use replicas=1, or placement 'pipelined' with schedule '1f1b' or 'cyclic' "
-            r"or "
-            r"'gpipe'",
+            r"or 'dualpipe_v' or 'gpipe'",
         ),
         ({"placement": "single", "num_workers": 1}, r"replicas=2 does not fit placement 'single'"),
     ],

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.plan.placement import Pipelined, Replicated, Shared, Single
 from lightning_cyclic.plan.schedules import Cyclic
 
@@ -89,7 +90,8 @@ def test_shared_with_all_places_never_holds_two_activations(num_stages, num_micr
         for i in range(num_microbatches)
         for j in range(num_stages)
         for s in range(
-            schedule.slot(t, schedule.forward(i, j)), schedule.slot(t, schedule.backward(i, j)) + 1
+            schedule.slot(t, schedule.start(Kind.F, i, j)),
+            schedule.slot(t, schedule.start(Kind.B, i, j)) + 1,
         )
     )
     assert set(held.values()) == {1}

@@ -11,7 +11,7 @@ from lightning_cyclic.errors import PlanError, ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import Kind, Lane, Payload
 from lightning_cyclic.plan.check.proof import validate
-from lightning_cyclic.plan.presets import SCHEDULES
+from tests.harness.programs import shaped
 
 
 def text_of(plan, w):
@@ -29,6 +29,9 @@ def test_presets_are_those_of_the_design():
         "gpipe": ("gpipe", "pipelined", "sync", "none"),
         "1f1b": ("1f1b", "pipelined", "sync", "none"),
         "interleaved_1f1b": ("interleaved_1f1b", "pipelined", "sync", "none"),
+        "zb_h1": ("zb_h1", "pipelined", "sync", "none"),
+        "zb_v": ("zb_v", "pipelined", "sync", "none"),
+        "dualpipe_v": ("dualpipe_v", "pipelined", "sync", "none"),
         "pipedream": ("cyclic", "pipelined", "stashed", "none"),
         "pipedream_2bw": ("cyclic", "pipelined", "delayed", "none"),
         "pipeoptim": ("cyclic", "pipelined", "predicted", "none"),
@@ -152,7 +155,8 @@ def test_pipeline_program():
 def numbers(draw):
     """Draw what any preset may be made with."""
     preset = draw(st.sampled_from(sorted(PRESETS)))
-    num_stages, num_workers = draw(st.integers(1, 8)), draw(st.integers(1, 6))
+    num_workers = draw(st.integers(1, 6))
+    num_stages, depth = shaped(preset, draw(st.integers(1, 8)), num_workers).values()
     stages = st.integers(0, num_stages - 1)
     found = {"preset": preset, "num_stages": num_stages, "num_steps": draw(st.integers(1, 5)),
              "relayed": draw(st.sets(stages, max_size=2))}  # fmt: skip
@@ -165,12 +169,11 @@ def numbers(draw):
         return found | {"num_workers": min(num_workers, num_stages * (num_stages + 1) // 2)}
     groups = st.sets(stages, min_size=2, max_size=3).map(sorted).map(tuple)
     has_ties = num_stages > 1 and PRESETS[preset].weights != "predicted"
-    replicas, depth = draw(st.integers(1, 3)), min(num_workers, num_stages)
-    while SCHEDULES[PRESETS[preset].schedule].shape != "block" and num_stages % depth:
-        depth -= 1  # all workers have as many stages
+    replicas, depth = draw(st.integers(1, 3)), min(depth, num_stages)
+    least = num_stages if preset == "dualpipe_v" else 1
     return found | {
         "num_workers": depth * replicas,
-        "num_microbatches": max(1, num_stages + draw(st.integers(-1, 4))) * replicas,
+        "num_microbatches": max(least, num_stages + draw(st.integers(-1, 4))) * replicas,
         "replicas": replicas,
         "tied": draw(st.lists(groups, max_size=2)) if has_ties else (),
     }

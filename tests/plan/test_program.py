@@ -11,8 +11,7 @@ from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.plan.lower import window
 from lightning_cyclic.plan.passes.messages import step_of
-from lightning_cyclic.plan.presets import SCHEDULES
-from tests.harness.programs import replayed
+from tests.harness.programs import replayed, shaped
 
 PLANS = [
     ("pipedream_2bw", 3, 3, 4), ("pipedream_2bw", 4, 2, 4), ("cyclic_pipeline", 4, 4, 3),
@@ -108,8 +107,7 @@ def test_any_program_survives_any_flush(preset, num_stages, num_workers, slack, 
     else:
         places = num_stages * (num_stages + 1) // 2 if preset == "cyclic_mp" else num_stages
         num_workers, slack = min(num_workers, places), 0
-        while SCHEDULES[PRESETS[preset].schedule].shape != "block" and num_stages % num_workers:
-            num_workers -= 1  # all have as many stages
+        num_stages, num_workers = shaped(preset, num_stages, num_workers).values()
     if slack and PRESETS[preset].weights == "freshest":
         norms = "none"
     may_be_late = late or preset == "pipedream_2bw"

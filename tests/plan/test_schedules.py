@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.plan.check.proof import validate
 from lightning_cyclic.plan.clock import Entry, picture
 from lightning_cyclic.plan.dataflow import live_activations
-from lightning_cyclic.plan.schedules import Cyclic, Lockstep, longest_path
+from lightning_cyclic.plan.orders import longest_path
+from lightning_cyclic.plan.schedules import Cyclic, Lockstep
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_every_stage_is_in_use_by_exactly_one_worker_in_every_slot(n):
             j
             for i in range(n)
             for j in range(n)
-            for start in (schedule.forward(i, j), schedule.backward(i, j))
+            for start in (schedule.start(Kind.F, i, j), schedule.start(Kind.B, i, j))
             if in_slot(schedule, start, s)
         )
         assert uses == dict.fromkeys(range(n), 1)
@@ -185,8 +187,8 @@ def test_live_activations_are_constant(n):
     schedule = Cyclic(num_stages=n, num_microbatches=n)
     for s in range(schedule.period):
         live = sum(
-            (s - schedule.forward(i, j)) % schedule.period
-            <= schedule.backward(i, j) - schedule.forward(i, j)
+            (s - schedule.start(Kind.F, i, j)) % schedule.period
+            <= schedule.start(Kind.B, i, j) - schedule.start(Kind.F, i, j)
             for i in range(n)
             for j in range(n)
         )
@@ -200,8 +202,8 @@ def test_replicas_never_idle_and_keep_exact_distance(num_stages, num_workers):
     schedule = Cyclic(num_stages=num_stages, num_microbatches=num_workers, spacing=spacing)
     assert Fraction(schedule.period, schedule.unit) == 2 * num_stages
     for i in range(num_workers):
-        starts = [schedule.forward(i, j) for j in range(num_stages)]
-        starts += [schedule.backward(i, j) for j in reversed(range(num_stages))]
+        starts = [schedule.start(Kind.F, i, j) for j in range(num_stages)]
+        starts += [schedule.start(Kind.B, i, j) for j in reversed(range(num_stages))]
         assert [Fraction(start, schedule.unit) for start in starts] == [
             spacing * i + n for n in range(2 * num_stages)
         ]
@@ -212,12 +214,12 @@ def test_replicas_never_idle_and_keep_exact_distance(num_stages, num_workers):
 @pytest.mark.parametrize(("t", "i", "j", "newest"), [(0, 0, 0, 0), (1, 0, 2, 1), (1, 0, 1, 0)])
 def test_updates_before(t, i, j, newest):
     schedule = Cyclic(num_stages=3, num_microbatches=3)
-    assert schedule.updates_before(t, schedule.forward(i, j), j) == newest
+    assert schedule.updates_before(t, schedule.start(Kind.F, i, j), j) == newest
 
 
 def test_slack_hides_an_update_for_as_many_slots():
     schedule = Cyclic(num_stages=3, num_microbatches=3)
-    start = schedule.forward(1, 2)  # two slots after the update exists
+    start = schedule.start(Kind.F, 1, 2)  # two slots after the update exists
     assert [schedule.updates_before(5, start, 2, slack) for slack in (0, 1, 2, 3, 8, 9)] == [
         5, 5, 5, 4, 4, 3,
     ]  # fmt: skip
@@ -229,7 +231,7 @@ def test_live_activations_peak_at_n_squared(n):
     schedule = Lockstep(num_stages=n, num_microbatches=n)
     live = [
         sum(
-            schedule.forward(i, j) <= s <= schedule.backward(i, j)
+            schedule.start(Kind.F, i, j) <= s <= schedule.start(Kind.B, i, j)
             for i in range(n)
             for j in range(n)
         )

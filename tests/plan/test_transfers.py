@@ -5,10 +5,10 @@ from collections import defaultdict
 import pytest
 
 from lightning_cyclic.plan import PRESETS, make_plan
-from lightning_cyclic.plan.actions import Kind, Lane, Payload
+from lightning_cyclic.plan.actions import COMPUTE, Kind, Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel, channel_of
 from lightning_cyclic.plan.roles import first_users, later_users
-from tests.harness.programs import sent
+from tests.harness.programs import sent, shaped
 
 
 def traffic(plan):
@@ -71,17 +71,20 @@ def test_who_sends_to_whom():
 def test_the_batch_comes_first_and_losses_leave_behind_the_last_forward(
     preset, num_stages, num_workers
 ):
-    plan = make_plan(preset, num_stages=num_stages, num_workers=num_workers, num_steps=3)
+    plan = make_plan(preset, **shaped(preset, num_stages, num_workers), num_steps=3)
+    num_workers, teller = plan.num_workers, plan.worker_of(0, plan.num_stages - 1)
     for w, program in enumerate(plan.programs):
         for t in range(3):
-            compute = [n for n, a in enumerate(program) if a.t == t and a.kind in (Kind.F, Kind.B)]
+            compute = [n for n, a in enumerate(program) if a.t == t and a.kind in COMPUTE]
             batches = [n for n, a in enumerate(program) if a.t == t and a.payload is Payload.D]
             losses = [n for n, a in enumerate(program) if a.t == t and a.payload is Payload.L]
             assert len(batches) == (num_workers - 1 if w == 0 else 1)
             assert max(batches) < compute[0]
-            assert len(losses) == (num_workers - 1 if w == num_workers - 1 else 1)
-            if w == num_workers - 1:
-                assert min(losses) > max(n for n in compute if program[n].kind is Kind.F)
+            assert len(losses) == (num_workers - 1 if w == teller else 1)
+            if w == teller:
+                last = plan.num_stages - 1
+                ends = [n for n in compute if program[n].j == last and program[n].kind is Kind.F]
+                assert min(losses) > max(ends)
             else:  # posted early, behind the batch
                 assert min(losses) > max(batches)
 

@@ -15,11 +15,11 @@ from lightning_cyclic.plan.check.proof import KEPT, probe, validate
 from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.passes.messages import ring_of
 from lightning_cyclic.plan.plan import Plan
-from tests.harness.programs import from_text, swapped, to_text
+from tests.harness.programs import from_text, shaped, swapped, to_text
 
 
 def relayed(preset, **more):
-    return make_plan(preset, **{"num_stages": 3, "num_workers": 3, "relayed": [1]} | more)
+    return make_plan(preset, **shaped(preset, 3, 3) | {"relayed": [1]} | more)
 
 
 ROUNDS = {"num_stages": 2, "num_microbatches": 9}
@@ -186,7 +186,7 @@ def test_micro_batches_default_to_one_per_stage_and_replica():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_probes_are_small_and_of_the_same_kind(name):
-    plan = make_plan(name, num_stages=256, num_workers=256)
+    plan = make_plan(name, **shaped(name, 256, 256))
     small = probe(plan)
     assert small.num_stages * small.num_microbatches * small.num_steps <= 2_000
     assert (small.schedule, small.placement, small.weights) == (
@@ -194,6 +194,9 @@ def test_probes_are_small_and_of_the_same_kind(name):
         plan.placement,
         plan.weights,
     )
+    if plan.axes.placement.shape != "block":  # as many stages on each worker
+        each = plan.num_stages // plan.num_workers
+        assert small.num_stages == each * small.num_workers
     assert small.num_stages > 4
 
 

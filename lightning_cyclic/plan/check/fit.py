@@ -7,6 +7,7 @@ from itertools import product
 from typing import TYPE_CHECKING, NoReturn
 
 from lightning_cyclic.errors import PlanError, one_of
+from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.plan.presets import PLACEMENTS, WEIGHTS
 
 if TYPE_CHECKING:
@@ -26,22 +27,22 @@ def check_fit(plan: Plan) -> None:
         )
     _check_norms(plan)
     _check_groups(plan)
-    problem = placement.misfit()
-    if problem is not None:
+    if problem := placement.misfit() or schedule.misfit():
         raise PlanError(problem)
     if plan.schedule not in placement.schedules:
         _refuse(plan, "schedule", placement.schedules)
-    if placement.shape != "block" and not weights.at_end_of_step:
+    if not weights.at_end_of_step and (placement.shape != "block" or schedule.splits):
+        apart = placement.shape != "block"
+        why = "has stages apart on a worker" if apart else "puts off gradients"
         raise PlanError(
-            f"weights {plan.weights!r} do not fit schedule {plan.schedule!r}, whose workers have "
-            "stages apart and wait for each other between steps; allowed with it: sync; use "
-            'weights="sync"'
+            f"weights {plan.weights!r} do not fit schedule {plan.schedule!r}, which {why} and "
+            'waits for all workers between steps; allowed with it: sync; use weights="sync"'
         )
     if placement.runs_whole_micro and not weights.for_replicas:
         _refuse(plan, "weights", [name for name, rule in WEIGHTS.items() if rule.for_replicas])
     if not placement.runs_whole_micro and plan.sharding != "none":
         _refuse(plan, "sharding", ["none"])
-    if weights.needs_previous and schedule.updates_before(2, schedule.forward(0, 0), 0) < 1:
+    if weights.needs_previous and schedule.updates_before(2, schedule.start(Kind.F, 0, 0), 0) < 1:
         raise PlanError(
             f"num_microbatches={plan.num_microbatches // plan.replicas} with "
             f"num_stages={plan.num_stages} and "

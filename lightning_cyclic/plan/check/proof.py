@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.plan.actions import Action, Kind, Program
+from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Program
 from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.clock import refuse
 from lightning_cyclic.plan.dataflow import live_activations, live_versions, peak
@@ -25,7 +25,6 @@ from lightning_cyclic.plan.dataflow import live_activations, live_versions, peak
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
 
-_COMPUTE = (Kind.F, Kind.B)
 _USE_MADE = "use the programs of make_plan(...)"
 _MOST_CELLS = 2_000  # (micro-batch, stage, step) cells that a probe may have: about a second
 _TOO_MANY_CELLS = 200_000  # of plans that only they themselves can stand for: some minutes
@@ -66,8 +65,7 @@ def check_timetable(plan: Plan) -> None:
 
 def _check_version(plan: Plan, kind: Kind, t: int, i: int, j: int, v: int) -> None:
     schedule = plan.axes.schedule
-    start = schedule.forward(i, j) if kind is Kind.F else schedule.backward(i, j)
-    newest = schedule.updates_before(t, start, j)
+    newest = schedule.updates_before(t, schedule.start(kind, i, j), j)
     if v > newest:
         a = Action(kind=kind, t=t, i=i, j=j, v=v, s=plan.slot(kind, t, i, j))
         refuse(
@@ -85,13 +83,18 @@ def _check_version(plan: Plan, kind: Kind, t: int, i: int, j: int, v: int) -> No
 def _check_order(plan: Plan, t: int, i: int, j: int) -> None:
     """Check that a micro-batch meets its stages one after the other, there and back."""
     schedule = plan.axes.schedule
-    before = schedule.forward(i, j - 1) if j else -schedule.unit
-    after = schedule.backward(i, j + 1) if j + 1 < plan.num_stages else schedule.forward(i, j)
-    for kind, start, needed in (
-        (Kind.F, schedule.forward(i, j), before),
-        (Kind.B, schedule.backward(i, j), after),
-    ):
-        if start - needed < schedule.unit:
+    is_last = j + 1 == plan.num_stages
+    kinds = schedule.kinds(i, j)
+    needs = {
+        Kind.F: schedule.end(Kind.F, i, j - 1) if j else 0,
+        kinds[1]: schedule.end(Kind.F, i, j)
+        if is_last
+        else schedule.end(schedule.kinds(i, j + 1)[1], i, j + 1),
+    }
+    if Kind.W in kinds:
+        needs[Kind.W] = schedule.end(Kind.I, i, j)
+    for kind, needed in needs.items():
+        if schedule.start(kind, i, j) < needed:
             a = Action(kind=kind, t=t, i=i, j=j, s=plan.slot(kind, t, i, j))
             refuse(
                 plan,
@@ -124,7 +127,7 @@ def validate(plan: Plan, programs: tuple[Program, ...] | None = None) -> None:
 def check_completeness(plan: Plan, programs: Sequence[Program]) -> None:
     """Check that each F and B is run once, by its worker and on its version."""
     done = Counter(
-        (a, w) for w, program in enumerate(programs) for a in program if a.kind in _COMPUTE
+        (a, w) for w, program in enumerate(programs) for a in program if a.kind in COMPUTE
     )
     for _, w, a in plan.timetable:
         if done[a, w] != 1:
@@ -149,7 +152,7 @@ def check_buffers(plan: Plan, programs: Sequence[Program]) -> None:
             if most > bound:
                 refuse(
                     plan,
-                    next(a for a in program if a.kind in _COMPUTE),
+                    next(a for a in program if a.kind in COMPUTE),
                     w,
                     given=f"keeps {most} {what} at once",
                     allowed=f"{bound}, as the timetable says",
@@ -166,7 +169,7 @@ def _activations_in_timetable(plan: Plan) -> dict[int, int]:
         # within a slot, what is freed comes after what is made: a worker may do both there
         spans[w].setdefault(key, []).append(2 * slot if a.kind is Kind.F else 2 * slot + 1)
     return {
-        w: int(peak((begin, end, 1) for begin, end in found.values()))
+        w: int(peak((begin, end, 1) for begin, *_, end in found.values()))
         for w, found in spans.items()
     }
 
@@ -295,6 +298,12 @@ def _fewer(plan: Plan) -> dict[str, Any]:
     if plan.axes.weights.per_micro:
         num_microbatches = max(1, round(of_each * scale)) * replicas
     num_workers = min(plan.num_workers // plan.replicas, num_stages) * replicas
+    if plan.axes.placement.shape != "block":  # with as many stages on each
+        depth = plan.num_workers // plan.replicas
+        each = plan.num_stages // depth
+        depth = min(depth, max(num_stages // each, 2))
+        num_workers, num_stages = depth * replicas, depth * each
+        num_microbatches = min(of_each, max(num_stages, round(of_each * scale))) * replicas
     spacing = plan.spacing
     if plan.axes.placement.runs_whole_micro:
         num_groups = max(1, round(plan.num_groups * scale))

@@ -23,7 +23,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, NoReturn, final
 
-from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
+from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Lane, Payload
 from lightning_cyclic.plan.clock import refuse
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
 from lightning_cyclic.plan.passes.messages import (
@@ -341,7 +341,7 @@ class _Worker:
             self._refuse_early(a)
 
     def _refuse_early(self, a: Action) -> NoReturn:
-        if a.v is not None and a.kind in (Kind.F, Kind.B) or a.payload in (Payload.P, Payload.V):
+        if a.v is not None and a.kind in COMPUTE or a.payload in (Payload.P, Payload.V):
             held = sorted({int(str(x[2])) for x in self._have if x[:2] == (Datum.WEIGHTS, a.j)})
             if a.v not in held and a.kind is not Kind.RECV:
                 self._refuse(

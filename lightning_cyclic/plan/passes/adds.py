@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
+from lightning_cyclic.plan.actions import COMPUTE, MAKE_GRADIENTS, Action, Kind, Payload, Program
 from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.plan.passes.updates import together
 from lightning_cyclic.plan.roles import adder, adds_at_once, first_that_counts
@@ -38,7 +38,7 @@ def adds(plan: Plan, program: Program, w: int) -> Iterator[Action]:
 def _behind_backwards(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     for a in program:
         yield a
-        if a.kind is Kind.B:
+        if a.kind in MAKE_GRADIENTS:
             for i in _added_behind(plan, a, w):
                 yield Action(kind=Kind.ADD, t=a.t, j=a.j, i=i, s=a.s)
 
@@ -78,7 +78,7 @@ def _spans_of_steps(
     found: dict[tuple[int, int], tuple[int, int]] = {}
     calls = together(program)
     for n, a in enumerate(program):
-        if a.kind in (Kind.F, Kind.B):
+        if a.kind in COMPUTE:
             begins.setdefault(a.t, n)
         elif a.kind is Kind.UPDATE and plan.owner(a.j) == w:
             found[a.t, a.j] = begins[a.t], calls[n][0]

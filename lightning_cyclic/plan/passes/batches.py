@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import TYPE_CHECKING
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import GO_BACK, Action, Kind, Payload
 from lightning_cyclic.plan.passes.messages import message
 
 if TYPE_CHECKING:
@@ -32,30 +32,48 @@ def batches(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action]:
         yield from program
         return
     replica, actions = plan.axes.placement.replica(w), list(program)
-    firsts = _of_each_step(actions, Kind.F)
-    lasts = _of_each_step(reversed(actions), Kind.B)
-    last_stage = plan.num_stages - 1  # behind whose last backward losses are sent
+    firsts = _of_each_step(actions, go_back=False)
+    lasts = _of_each_step(reversed(actions), go_back=True)
     waiting: list[Action] = []  # last backwards of steps whose losses have not been sent yet
     for a in actions:
-        while waiting and plan.end(waiting[0].t, last_stage) < a.s:
-            yield from _told(plan, waiting.pop(0), w, replica[-1])
+        while waiting and _slot_of_losses(plan, waiting[0].t) < a.s:
+            yield from _told(plan, waiting.pop(0), w)
         if a is firsts.get(a.t) and len(replica) > 1:
             yield from _share(plan, Payload.D, a, w, plan.beginner(w, a.t))
         yield a
-        is_last = (a.i or 0) // plan.replicas == plan.num_microbatches // plan.replicas - 1
-        if w == replica[-1] and is_last and a.kind is Kind.B and a.j == last_stage:
+        has_losses = w == teller(plan, w)
+        if has_losses and _makes_last_losses(plan, a):
             yield _tell(plan, a, w)
             yield from _share(plan, Payload.L, a, w, w)
-        elif w != replica[-1] and a is lasts.get(a.t):
+        elif not has_losses and a is lasts.get(a.t):
             waiting.append(a)
-            while waiting and plan.end(waiting[0].t, last_stage) <= a.s:
-                yield from _told(plan, waiting.pop(0), w, replica[-1])
+            while waiting and _slot_of_losses(plan, waiting[0].t) <= a.s:
+                yield from _told(plan, waiting.pop(0), w)
     for a in waiting:
-        yield from _told(plan, a, w, replica[-1])
+        yield from _told(plan, a, w)
 
 
-def _told(plan: Plan, a: Action, w: int, source: int) -> Iterator[Action]:
-    yield from _share(plan, Payload.L, a, w, source)
+def teller(plan: Plan, w: int) -> int:
+    """Give the worker of w's replica that has the losses of a step: that of the last stage."""
+    placement = plan.axes.placement
+    last, replica = plan.num_stages - 1, placement.replica(w)
+    if placement.takes_turns:  # it has one place, whose worker is always the same
+        return replica[-1]
+    return next(x for x in placement.workers_of(last) if x in replica)
+
+
+def _slot_of_losses(plan: Plan, t: int) -> int:
+    """Give the slot behind which the losses of a step are sent, so as to hold up no backward."""
+    return plan.slot(Kind.B, t, plan.num_microbatches - 1, plan.num_stages - 1)
+
+
+def _makes_last_losses(plan: Plan, a: Action) -> bool:
+    is_last = (a.i or 0) // plan.replicas == plan.num_microbatches // plan.replicas - 1
+    return is_last and a.kind in GO_BACK and a.j == plan.num_stages - 1
+
+
+def _told(plan: Plan, a: Action, w: int) -> Iterator[Action]:
+    yield from _share(plan, Payload.L, a, w, teller(plan, w))
     yield _tell(plan, a, w)
 
 
@@ -63,10 +81,10 @@ def _tell(plan: Plan, a: Action, w: int) -> Action:
     return Action(kind=Kind.TELL, t=a.t, j=first_stage(plan, w), s=a.s)
 
 
-def _of_each_step(actions: Iterable[Action], kind: Kind) -> dict[int, Action]:
+def _of_each_step(actions: Iterable[Action], *, go_back: bool) -> dict[int, Action]:
     found: dict[int, Action] = {}
     for a in actions:
-        if a.kind is kind:
+        if (a.kind is Kind.F) is not go_back:
             found.setdefault(a.t, a)
     return found
 

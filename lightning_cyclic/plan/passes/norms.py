@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
+from lightning_cyclic.plan.actions import GO_BACK, Action, Kind, Payload, Program
 from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.plan.passes.updates import together
 from lightning_cyclic.plan.roles import completes
@@ -67,7 +67,7 @@ def _needs(plan: Plan, a: Action, t: int) -> bool:
     """
     if a.kind is Kind.UPDATE:
         return plan.late_updates and a.t >= t
-    return plan.norms == "all" and a.kind is Kind.B and plan.ended_before(a.t) > t
+    return plan.norms == "all" and a.kind in GO_BACK and plan.ended_before(a.t) > t
 
 
 def _sends(plan: Plan, a: Action, w: int) -> Iterator[Action]:

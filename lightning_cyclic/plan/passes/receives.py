@@ -35,7 +35,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload, Program
+from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Lane, Payload, Program
 from lightning_cyclic.plan.dataflow import Dataflow, Item
 from lightning_cyclic.plan.passes.messages import (
     Channel,
@@ -80,7 +80,7 @@ def _handed_on_early(plan: Plan, program: Program, w: int) -> Program:
     """
     marked = [replace(a, lane=lane) if (lane := _lane(plan, a, w)) else a for a in program]
     begins, numbers = begins_of_steps(marked), range(len(marked))
-    last_read = {(a.j, a.v): n for n, a in enumerate(marked) if a.kind in (Kind.F, Kind.B)}
+    last_read = {(a.j, a.v): n for n, a in enumerate(marked) if a.kind in COMPUTE}
     handed_on = [
         n for n in numbers if marked[n].lane is Lane.WEIGHTS and marked[n].kind is Kind.SEND
     ]

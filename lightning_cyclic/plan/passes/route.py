@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, final
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
+from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Payload, Program
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
 from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.plan.roles import version_readers
@@ -40,8 +40,8 @@ _PAYLOADS: dict[Any, tuple[Payload, str]] = {
     Datum.TIED_GRADIENT: (Payload.W, "tij"), Datum.GRADIENT: (Payload.H, "tij"),
     Datum.SUM: (Payload.S, "tji"), Datum.BUFFERS: (Payload.R, "tij"),
 }  # fmt: skip
-_MAKERS = (Kind.F, Kind.B, Kind.ADD)
-_READERS = (*_MAKERS, Kind.UPDATE)
+_MAKERS = frozenset({*COMPUTE, Kind.ADD})
+_READERS = _MAKERS | {Kind.UPDATE}
 
 
 def route(plan: Plan, programs: Sequence[Program]) -> tuple[Program, ...]:
@@ -102,7 +102,7 @@ def _routed(plan: Plan, ways: _Ways, program: Program, w: int) -> Iterator[Actio
         else:
             (a,) = group
             yield from _carrying(Kind.RECV, a, ways.received(a, w))
-            if a.kind in (Kind.F, Kind.B):
+            if a.kind in COMPUTE:
                 yield from filter(None, [inbox.pop(x, None) for x in ways.flows[w](a).reads])
             yield a
             if a.kind in _MAKERS:

@@ -13,13 +13,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload, Program
+from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Lane, Payload, Program
 from lightning_cyclic.plan.passes.messages import message
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan import Plan
-
-_COMPUTE = (Kind.F, Kind.B)
 
 
 def shards(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
@@ -45,7 +43,7 @@ def _outbox(plan: Plan, programs: tuple[Program, ...]) -> dict[int, list[Action]
     for w, program in enumerate(programs):
         for a in program:
             owner = plan.owner(a.j)
-            if a.kind in _COMPUTE and owner != w:
+            if a.kind in COMPUTE and owner != w:
                 due = max(a.s - 1, made.get((a.j, a.v), 0), 0)
                 dues[owner].append((due, a.s, w, replace(_receive(a, owner), s=due)))
     return defaultdict(list, {owner: _sends(found) for owner, found in dues.items()})
@@ -59,7 +57,7 @@ def _sends(dues: list[tuple[int, int, int, Action]]) -> list[Action]:
 def _use(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     """Surround each F and B of somebody else's stage with GATHER, receive and FREE."""
     for a in program:
-        is_fetched = a.kind in _COMPUTE and plan.owner(a.j) != w
+        is_fetched = a.kind in COMPUTE and plan.owner(a.j) != w
         if is_fetched:
             yield Action(kind=Kind.GATHER, t=a.t, j=a.j, v=a.v, s=a.s)
             yield _receive(a, plan.owner(a.j))
@@ -73,7 +71,7 @@ def _ahead(program: Program) -> Iterator[Action]:
 
     Not so in another step, which a flush may come before; nor for a stage that is in use.
     """
-    places = [n for n, a in enumerate(program) if a.kind in _COMPUTE]
+    places = [n for n, a in enumerate(program) if a.kind in COMPUTE]
     early: dict[int, list[Action]] = defaultdict(list)  # before which action
     moved: set[int] = set()
     for before, n in pairwise(places):
@@ -97,7 +95,7 @@ def _serve(program: Iterator[Action], outbox: list[Action]) -> Iterator[Action]:
     """
     sends = deque(outbox)
     for a in program:
-        starts_work = a.kind in (*_COMPUTE, Kind.GATHER)
+        starts_work = a.kind in (*COMPUTE, Kind.GATHER)
         while sends and (sends[0].s < a.s or (starts_work and sends[0].s == a.s)):
             yield sends.popleft()
         yield a

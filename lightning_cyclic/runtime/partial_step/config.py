@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
-from lightning_cyclic.plan.passes.batches import first_stage
+from lightning_cyclic.plan.passes.batches import first_stage, teller
 from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.runtime.gradient_store import AS_MADE, Gradients, SumDtypes
 from lightning_cyclic.runtime.messages import Message
@@ -119,15 +119,16 @@ class Plans:
         """Let those know what came out who have no part: where workers take turns, some may."""
         plan = self.of(1)
         programs, replica = plan.program.first(1), plan.axes.placement.replica(worker)
-        (tell,) = [a for a in programs[replica[-1]] if a.kind is Kind.TELL]
+        source = teller(plan, worker)
+        (tell,) = [a for a in programs[source] if a.kind is Kind.TELL]
         told = {w for w in replica if any(a.kind is Kind.TELL for a in programs[w])}
         idle = {w: first_stage(plan, w) for w in replica if w not in told}
-        if worker == replica[-1]:
+        if worker == source:
             return [message(Kind.SEND, Payload.L, tell, w, j=j) for w, j in idle.items()]
         if worker not in idle:
             return []
         j = idle[worker]
-        return [message(Kind.RECV, Payload.L, tell, replica[-1], j=j), replace(tell, j=j)]
+        return [message(Kind.RECV, Payload.L, tell, source, j=j), replace(tell, j=j)]
 
     def _made(self, num_microbatches: int) -> Plan:
         of_all = num_microbatches * self._config.replicas

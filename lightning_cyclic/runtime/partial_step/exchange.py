@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plan.actions import Action, Payload
+from lightning_cyclic.plan.actions import GO_BACK, MAKE_GRADIENTS, Action, Kind, Payload
 from lightning_cyclic.plan.roles import completes, gradient_sources
 from lightning_cyclic.runtime.bits import unseen
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum, refuse_sparse
@@ -101,14 +101,18 @@ class Exchange:
             self._packets[a.t, a.i, a.j + 1] = packet
 
     def backward(self, a: Action) -> None:
-        """Run B, and add its gradients to the sum of the step."""
+        """Run B, I or W, and add what gradients it makes of weights to the sum of the step."""
         assert a.i is not None
         with self._grads.adding(a.t, a.j):
-            gone = self._step.backward(a, lambda: self._gradients_for(a))
-        self._keep_tied(a, gone.tied)
-        if a.j > 0:
+            if a.kind is Kind.W:
+                gone = self._step.weight_gradients(a, self._tied_gradients(a))
+            else:
+                gone = self._step.backward(a, lambda: self._gradients_for(a))
+        if a.kind in GO_BACK and a.j > 0:
             self._crossed[a.t, a.i, a.j - 1] = gone.crossed
-        self._look_if_complete(a)
+        if a.kind in MAKE_GRADIENTS:
+            self._keep_tied(a, gone.tied)
+            self._look_if_complete(a)
 
     def add(self, a: Action) -> None:
         """Add the own gradients to the sum that came, which comes first in the addition."""
@@ -122,11 +126,16 @@ class Exchange:
     def _gradients_for(self, a: Action) -> Gradients:
         assert a.i is not None
         crossed = self._crossed.pop((a.t, a.i, a.j), {})
+        return Gradients(crossed, self._tied_gradients(a) if a.kind is Kind.B else {})
+
+    def _tied_gradients(self, a: Action) -> dict[str, Tensor]:
+        """Take what later stages have for the parameters of a stage, own ones and others'."""
+        assert a.i is not None
         if not self._ownership.has_ties:
-            return Gradients(crossed, {})
+            return {}
         for source in gradient_sources(self._plan, a, self._worker):
             self._keep_tied(a, self._tied_from.pop((a.t, a.i, a.j, source), {}))
-        return Gradients(crossed, self._lent_gradients(a))
+        return self._lent_gradients(a)
 
     def _lent_gradients(self, a: Action) -> dict[str, Tensor]:
         """Take what later stages have for the parameters of a stage, as autograd adds to it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, final
 
@@ -118,9 +118,9 @@ class Ownership:
         return [self._module.get_buffer(n).detach() for n in names]
 
     @contextmanager
-    def apart(self, j: int) -> Iterator[dict[str, Tensor]]:
-        """Keep the gradients that the body gives borrowed parameters apart; by name."""
-        borrowed = {n: self._forms.trained(self._named[n]) for n in self.borrowed(j)}
+    def apart(self, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+        """Keep the gradients that the body gives some tied parameters apart; by name."""
+        borrowed = {n: self._forms.trained(self._named[n]) for n in names}
         before = [p.grad for p in borrowed.values()]
         for p in borrowed.values():
             p.grad = None
@@ -130,6 +130,11 @@ class Ownership:
             if p.grad is not None:
                 taken[n] = p.grad
             p.grad = grad
+
+    def as_weight(self, name: str, grad: Tensor) -> tuple[nn.Parameter, Tensor]:
+        """Return a parameter, and its gradient as autograd takes it."""
+        p = self._named[name]
+        return p, self._forms.as_weight(p, grad)
 
     # ------------------------------------------------------------------ memory
 

@@ -1,7 +1,9 @@
 """F and B of one stage: the user's step, run as far as one stage, and its backward.
 
     F(i,j)   run the step for stage j; keep the graph's beginning (entry) and ends (edges)
-    B(i,j)   one backward from the ends, with the gradients that came for them
+    B(i,j)   one backward from the ends, with the gradients that came for them; or its halves:
+    I(i,j)   the same, but for the gradients of weights, which are put off
+    W(i,j)   those
 
 What came from other stages is asked for when it is needed, and what goes to them is returned: how
 it travels is no concern of this file. Gradients of the stage's own parameters are left in
@@ -28,6 +30,7 @@ from torch.autograd.graph import (
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
+from lightning_cyclic.plan.roles import adds_at_once
 from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.evidence import Notes
@@ -40,6 +43,7 @@ from lightning_cyclic.runtime.partial_step.packets import Gradients, Lesson, Pac
 from lightning_cyclic.runtime.partial_step.passage import Entry, Habit, Habits, Passage
 from lightning_cyclic.runtime.partial_step.run import Run
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
+from lightning_cyclic.runtime.partial_step.split_backward import Pieces, Whole
 from lightning_cyclic.runtime.partial_step.tape import Delivery
 from lightning_cyclic.runtime.partial_step.versions import Version, Versions
 from lightning_cyclic.runtime.randomness import Randomness
@@ -85,6 +89,8 @@ class _Cell:
     loss: Tensor | None = None
     versions: tuple[Version, ...] = ()  # whose stand-ins the graph holds
     found: Seen | None = None  # of what the module keeps
+    pieces: Pieces | None = None  # of a backward that is split
+    own: dict[str, Tensor] = field(default_factory=dict)  # made at I, of tied parameters
     again: _Again | None = None  # if it is run again
 
 
@@ -143,6 +149,8 @@ class StageStep:
         self._cells: dict[tuple[int, int, int], _Cell] = {}  # by step, micro-batch, stage
         self._habits = Habits(router)
         self._here = ownership.here()
+        self._whole: dict[int, Whole] = {}  # by stage
+        self._put_off: dict[tuple[int, int, int], _Cell] = {}  # from I to W
         self._borrowing = {j for j in range(plan.num_stages) if ownership.borrowed(j)}
 
     # ------------------------------------------------------------------ micro-batches
@@ -189,25 +197,27 @@ class StageStep:
         passage = Passage(take_packet, self._lessons.get(micro.family), copied=again)
         visit = self._state.begin(a.j, runs_again=again)
         if not again and self._versions is None and self.casts is None:  # which costs nothing
-            run, output = self._pass(a, micro, passage, visit)
+            run, output = self._pass(a, micro, passage, visit, cell)
         else:
             saving = _discard() if again else self.casts.shared() if self.casts else _NOTHING
             with saving, self._showing(a, cell):
-                run, output = self._pass(a, micro, passage, visit)
+                run, output = self._pass(a, micro, passage, visit, cell)
         gone = self._finish_forward(a, run, cell, passage, output, visit)
         assert a.i is not None
         of = None if gone is None else (a.t, a.i)
         cell.found = self._state.end(a.j, visit, of)
         return gone
 
-    def _pass(self, a: Action, micro: Micro, passage: Passage, visit: Visit) -> tuple[Run, Any]:
+    def _pass(
+        self, a: Action, micro: Micro, passage: Passage, visit: Visit, cell: _Cell
+    ) -> tuple[Run, Any]:
         """Run the step as habit has it; begin again where it proves wrong before the stage."""
         kind, habits = micro.kind, self._habits
         habit = habits.get(kind, a.j) or habits.begin(kind, a.j, passage.packet.tapes)
         while True:
             run = self._new_run(a, habit, partial(passage.deliver, habit), micro.reads)
             try:
-                with self._state.noting(training=self._training):
+                with self._state.noting(training=self._training), self._split(a, cell):
                     output = run(self._step(a, micro))
             except Exception:
                 if run.is_real or habit.fits(passage.packet.tapes):
@@ -219,6 +229,15 @@ class StageStep:
             if micro.reads is not None:
                 micro.reads.forget()
             habit = habits.begin(kind, a.j, passage.packet.tapes)
+
+    def _split(self, a: Action, cell: _Cell) -> AbstractContextManager[None]:
+        """Note what the backward puts off, where it is split; not of what is run again."""
+        assert a.i is not None
+        is_first = a.kind is Kind.F and (not self._training or self._is_run_again(a))
+        if is_first or not self._plan.axes.schedule.is_split(a.i, a.j):
+            return _NOTHING
+        cell.pieces = Pieces(self._whole.setdefault(a.j, Whole()))
+        return cell.pieces.cut_out()
 
     def _new_run(
         self, a: Action, habit: Habit, take: Callable[[], Delivery | None],
@@ -274,16 +293,19 @@ class StageStep:
         if passage.copied:
             cell.again = _Again(passage.packet, passage.habit, frozenset(run.record.captured))
         else:
-            self._keep(cell, run, passage.entry, output)
+            self._keep(a, cell, run, passage.entry, output)
         self._cells[a.t, a.i, a.j] = cell
         return gone
 
-    def _keep(self, cell: _Cell, run: Run, entry: Entry, output: Any) -> None:
+    def _keep(self, a: Action, cell: _Cell, run: Run, entry: Entry, output: Any) -> None:
         cell.entry = entry
         cell.edges = {h: _edge_of(x) for h, x in run.record.captured.items() if x.requires_grad}
         entry.values = {}
         if run.target == self._plan.num_stages - 1 and not self._skips(output):
             cell.loss = loss_of(output)
+        if cell.pieces is not None:
+            loss = [] if cell.loss is None else [cell.loss]
+            cell.pieces.look_at(self.kind_of(a), [*cell.edges.values(), *loss])
 
     def _skips(self, output: Any) -> bool:
         return self._may_skip and output is None
@@ -315,7 +337,7 @@ class StageStep:
     # ------------------------------------------------------------------ backward
 
     def backward(self, a: Action, take_gradients: Callable[[], Gradients]) -> Gradients:
-        """Run B(i,j).
+        """Run B(i,j), or I(i,j).
 
         Args:
             a: the backward.
@@ -328,6 +350,8 @@ class StageStep:
         """
         assert a.i is not None
         cell = self._cells.pop((a.t, a.i, a.j))
+        if a.kind is Kind.I:
+            self._put_off[a.t, a.i, a.j] = cell
         if cell.again is None:
             return self._backward_of(a, cell, take_gradients())
         assert cell.found is not None
@@ -358,6 +382,12 @@ class StageStep:
         self, a: Action, cell: _Cell, roots: tuple[Any, ...], grads: tuple[Tensor, ...]
     ) -> Mapping[str, Tensor]:
         """Run the backward; return the gradients of borrowed parameters, which are kept apart."""
+        if a.kind is Kind.I:
+            assert cell.pieces is not None
+            apart = self._ownership.apart(self._kept_for_weight_gradients(a))
+            with apart as cell.own, cell.pieces.putting_off():
+                _run_backward(roots, grads)
+            return {}
         if self._versions is None and a.j not in self._borrowing:  # no context costs nothing
             _run_backward(roots, grads)
             return {}
@@ -365,19 +395,52 @@ class StageStep:
             _run_backward(roots, grads)
         return taken
 
+    def weight_gradients(self, a: Action, tied: Mapping[str, Tensor]) -> Gradients:
+        """Run W(i,j).
+
+        Args:
+            tied: gradients of parameters of the stage that later ones borrow.
+
+        Returns:
+            The gradients of parameters that this one borrows.
+        """
+        assert a.i is not None
+        cell = self._put_off.pop((a.t, a.i, a.j))
+        assert cell.pieces is not None
+        others = self._tied_roots(a.j, cell, tied) if tied else []
+        with noting(_place(a, self._of(a))), self._apart(a.j) as taken:
+            for name in self._ownership.borrowed(a.j):
+                if name in cell.own:
+                    taken[name] = cell.own.pop(name)
+            own = [self._ownership.as_weight(n, x) for n, x in cell.own.items()]
+            cell.pieces.run([*others, *own])
+        return Gradients({}, taken)
+
+    def _kept_for_weight_gradients(self, a: Action) -> list[str]:
+        """Name the parameters whose gradients, if I makes them, are added when W does its own.
+
+        Those of tied ones come behind what later stages have; and where each micro-batch is added
+        to what comes from elsewhere, this one's must not be among those of the one before.
+        """
+        lent = [] if adds_at_once(self._plan, a) else self._ownership.trained(a.j)
+        lent = lent or [name for name, _ in self._ownership.lent(a.j)]
+        return [*lent, *self._ownership.borrowed(a.j)]
+
     def _run_again(self, a: Action, cell: _Cell, again: _Again) -> None:
         packet, habit, captured = again
         entry = Entry(packet.tensors, packet.with_grad, copied=False)
         sharing = Sharing.of(packet.shared, packet.stale)
         delivery = Delivery(entry.values, captured, None, habit.likely(None), sharing)
         run = self._new_run(a, habit, lambda: delivery, self._of(a).reads)
-        with torch.enable_grad(), self._showing(a, cell):
+        with torch.enable_grad(), self._showing(a, cell), self._split(a, cell):
             output = run(self._step(a, self._of(a)))
-        self._keep(cell, run, entry, output)
+        self._keep(a, cell, run, entry, output)
         cell.again = None
 
     def _apart(self, j: int) -> AbstractContextManager[dict[str, Tensor]]:
-        return self._ownership.apart(j) if j in self._borrowing else nullcontext({})
+        if j not in self._borrowing:
+            return nullcontext({})
+        return self._ownership.apart(self._ownership.borrowed(j))
 
     def _accumulating(self, cell: _Cell) -> AbstractContextManager[None]:
         return self._versions.backward(cell.versions) if self._versions else _NOTHING
