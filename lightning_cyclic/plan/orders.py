@@ -264,8 +264,8 @@ class Interleaved(AbstractOrder):
 class ZeroBubbleH1(AbstractOrder):
     """Run 1F1B with split backwards; worker w of p puts off w Ws.
 
-    So it keeps p micro-batches, as 1F1B does on its first worker. Two micro-batches on two stages, whose first one
-    puts nothing off, so that its backwards are whole:
+    So it keeps p micro-batches, as 1F1B does on its first worker. Two micro-batches on two stages,
+    whose first one puts nothing off, so that its backwards are whole:
 
         slot   0   1   2   3   4   5   6
         w0   0F0 0F1   . 0B0   . 0B1   .

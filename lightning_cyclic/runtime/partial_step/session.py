@@ -269,6 +269,7 @@ class StagewiseSession:
             self.router, plan, ownership, self._state,
             config.seed, config.remat, versions, config.is_one_stage,
         )  # fmt: skip
+        step.say = config.say
         step.held = self._held = generators_of(self.module, config.not_state)
         if config.is_under_autocast and not (versions is not None and versions.overwrites):
             step.casts = CastCopies()  # else copies have no one value

@@ -99,7 +99,7 @@ class Pieces:
                 for module, name in _SPLIT:
                     setattr(module, name, _ORIGINAL[name])
 
-    def look_at(self, kind: str, roots: Sequence[Any]) -> None:
+    def look_at(self, kind: str, roots: Sequence[Any]) -> list[Tensor]:
         """Find the weights that are used in another way, too: their gradients are made at I.
 
         Autograd adds all gradients of a weight in one order, which two backwards would change.
@@ -107,9 +107,13 @@ class Pieces:
         Args:
             kind: of the micro-batch; graphs of one kind are looked at once.
             roots: of the graph outside: tensors, or edges.
+
+        Returns:
+            The weights whose gradients are made at I, if this is the first graph of its kind.
         """
+        found: dict[int, Tensor] = {}
         if kind in self.whole.kinds:
-            return
+            return []
         self.whole.kinds.add(kind)
         todo = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
         seen = set()
@@ -119,6 +123,7 @@ class Pieces:
                 continue
             seen.add(node)
             if (p := getattr(node, "variable", None)) is not None:
+                found[id(p)] = p
                 if id(p) in self.used:
                     self.whole.add(p)
                 continue
@@ -126,6 +131,7 @@ class Pieces:
             if isinstance(node, _NODE):
                 nexts = [x for x, p in zip(nexts, node.is_weight, strict=True) if not p]
             todo += nexts
+        return list(found.values())
 
     @contextmanager
     def putting_off(self) -> Iterator[None]:
@@ -170,7 +176,7 @@ class Pieces:
         weights = [x for x in tensors if _is_weight(x)]
         return (
             any(p.dim() > 1 for p in weights)
-            and not any(p in self.whole or p._backward_hooks for p in weights)
+            and not any(p in self.whole or _has_hooks(p) for p in weights)
             and threading.get_ident() == self._thread
             and torch.is_grad_enabled()
             and not torch._C._len_torch_function_stack()  # nobody looks on: not between modules
@@ -188,6 +194,11 @@ def _refuse_other_use(p: Tensor) -> NoReturn:
 
 
 _pieces: Pieces | None = None  # of the forward that runs
+
+
+def _has_hooks(p: Any) -> bool:
+    """Say whether somebody looks at the gradients of a weight, who would be shown I's, too."""
+    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
 def _is_weight(x: Tensor) -> bool:

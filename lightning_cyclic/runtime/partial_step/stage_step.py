@@ -12,7 +12,7 @@ it travels is no concern of this file. Gradients of the stage's own parameters a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -120,6 +120,7 @@ class StageStep:
     notes_again: Notes | None = None  # of stages that are run again for their backward
     runs_again = False  # whether all are
     still: Mapping[str, Tensor] = MappingProxyType({})  # buffers that it watches, too
+    say: Callable[[str], None] = print
 
     def __init__(
         self,
@@ -150,6 +151,7 @@ class StageStep:
         self._habits = Habits(router)
         self._here = ownership.here()
         self._whole: dict[int, Whole] = {}  # by stage
+        self._told: set[int] = set()  # of which stages something was said
         self._put_off: dict[tuple[int, int, int], _Cell] = {}  # from I to W
         self._borrowing = {j for j in range(plan.num_stages) if ownership.borrowed(j)}
 
@@ -305,7 +307,23 @@ class StageStep:
             cell.loss = loss_of(output)
         if cell.pieces is not None:
             loss = [] if cell.loss is None else [cell.loss]
-            cell.pieces.look_at(self.kind_of(a), [*cell.edges.values(), *loss])
+            made = cell.pieces.look_at(self.kind_of(a), [*cell.edges.values(), *loss])
+            self._say_what_is_whole(a.j, cell.pieces, made)
+
+    def _say_what_is_whole(self, j: int, pieces: Pieces, made: Sequence[Tensor]) -> None:
+        """Say once how many weights of a stage are not worth a split backward."""
+        ids = {id(p) for p in made if isinstance(p, nn.Parameter) and p.dim() > 1}
+        num = sum(p.numel() for p in made if id(p) in ids)
+        put_off = sum(p.numel() for n, p in pieces.used.items() if n not in ids)
+        if num and j not in self._told:
+            self._told.add(j)
+            self.say(
+                f"stage {j}: gradients of {num:,} of {num + put_off:,} weights are made in the "
+                "first half of its split backwards, not put off: of what torch.utils.checkpoint "
+                "runs again, compiled blocks, modules other than linear layers, convolutions and "
+                "embeddings, and weights with hooks; they are right, but idle time stays that "
+                "1f1b has, too"
+            )
 
     def _skips(self, output: Any) -> bool:
         return self._may_skip and output is None

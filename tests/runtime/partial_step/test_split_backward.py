@@ -1,0 +1,284 @@
+"""Both halves of a backward give what one gives, bit for bit, and keep little in between."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.partial_step.split_backward import Pieces, Whole
+
+WIDTH = 12
+
+
+class Layers(nn.Module):
+    """What the first layer makes goes through ``between``, then through the second."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.second(self.between(self.norm(self.first(x))))
+        return made
+
+
+class Often(nn.Module):
+    """One weight in three calls, of which one is of another kind where asked."""
+
+    def __init__(self, *, otherwise: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.otherwise = otherwise
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.linear(x, self.weight).tanh()
+        y = y @ self.weight * 1.5 if self.otherwise else functional.linear(y, self.weight)
+        return functional.linear(y.sigmoid(), self.weight)
+
+
+class Words(nn.Module):
+    """Tokens, and the same weights at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, WIDTH)
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x[:, :4].abs().mul(3).long() % 9
+        return functional.linear(self.block(self.words(tokens)), self.words.weight)
+
+
+class Pictures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolve = nn.Conv1d(1, 3, 3, padding=1)
+        self.norm = nn.BatchNorm1d(3)
+        self.back = nn.ConvTranspose1d(3, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.back(functional.relu_(self.norm(self.convolve(x[:, None]))))
+        return made
+
+
+class Adapter(nn.Module):
+    """A frozen weight and two small ones, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.base(x) + 0.5 * self.up(self.down(x))
+        return made
+
+
+class Kept(nn.Module):
+    """A block whose activations are made again, and one whose are not."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.again, self.after = Layers(), nn.Linear(WIDTH, 3)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.again, x.tanh(), use_reentrant=self.use_reentrant)
+        made: Tensor = self.after(y)
+        return made
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.after = Layers(), nn.Linear(WIDTH, 3)
+        self.compiled = torch.compile(self.block, backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.after(self.compiled(x))
+        return made
+
+
+def forward(module: Callable[[Tensor], Tensor], x: Tensor, whole: Whole) -> tuple[Tensor, Pieces]:
+    pieces = Pieces(whole)
+    with pieces.cut_out():
+        y = module(x)
+    pieces.look_at("", [y])
+    return y, pieces
+
+
+def two_halves(
+    module: Callable[[Tensor], Tensor], xs: list[Tensor], grads: list[Tensor]
+) -> list[int]:
+    """Run all forwards, all first halves, then all second ones; count weights put off."""
+    whole = Whole()
+    found = [forward(module, x, whole) for x in xs]
+    for (y, pieces), grad in zip(found, grads, strict=True):
+        with pieces.putting_off():
+            y.backward(grad)
+        assert all(p.grad is None for p in pieces.weights)
+    for _, pieces in found:
+        pieces.run([])
+    return [len(pieces.weights) for _, pieces in found]
+
+
+@pytest.mark.parametrize(
+    ("make", "num_put_off"),
+    [
+        (Layers, 3),  # and not the two of the norm
+        (lambda: Often(otherwise=False), 1),
+        (lambda: Often(otherwise=True), 0),
+        (Words, 9),
+        (Pictures, 4),
+        (Adapter, 2),
+        (lambda: Kept(use_reentrant=False), 2),
+        (lambda: Kept(use_reentrant=True), 2),
+        (Compiled, 2),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 2)), 0),
+        (lambda: nn.GRU(WIDTH, WIDTH), 0),
+    ],
+    ids=[
+        "layers", "one weight three times", "and otherwise", "words", "pictures", "adapter",
+        "checkpoint", "reentrant checkpoint", "compiled", "weight norm", "gru",
+    ],
+)  # fmt: skip
+def test_halves_add_up_to_the_whole_bit_for_bit(
+    make: Callable[[], nn.Module], num_put_off: int
+) -> None:
+    torch.manual_seed(3)
+    module = make()
+
+    def out(x: Tensor) -> Tensor:
+        y = module(x)
+        made: Tensor = y[0] if isinstance(y, tuple) else y
+        return made
+
+    xs = [torch.randn(5, WIDTH, requires_grad=True) for _ in range(3)]
+    state = {k: x.clone() for k, x in module.state_dict().items()}
+    grads = [torch.randn_like(out(x)) for x in xs]
+    module.load_state_dict(state)
+    for x, grad in zip(xs, grads, strict=True):
+        out(x).backward(grad)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    expected = [x.grad for x in (*trained, *xs)]
+    for x in (*trained, *xs):
+        x.grad = None
+    module.load_state_dict(state)
+    assert two_halves(out, xs, grads) == [num_put_off] * 3
+    assert all(x is not None for x in expected[: len(trained)])
+    for x, grad in zip((*trained, *xs), expected, strict=True):
+        assert (x.grad is None) is (grad is None)  # tokens have none
+        assert x.grad is None or torch.equal(x.grad, grad)
+
+
+def test_only_what_weights_need_is_kept_between_the_halves() -> None:
+    alive: set[str] = set()
+
+    def between(x: Tensor) -> Tensor:
+        y = Saves.apply(x, alive)
+        made: Tensor = y
+        return made
+
+    module = Layers(between)
+    y, pieces = forward(module, torch.randn(2, WIDTH), Whole())
+    assert alive == {"saved"}
+    with pieces.putting_off():
+        y.sum().backward()
+    del y
+    gc.collect()
+    assert not alive
+    pieces.run([])
+
+
+class Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alive: set[str]) -> Tensor:
+        kept = x.clone()
+        alive.add("saved")
+        weakref.finalize(kept, alive.discard, "saved")
+        ctx.save_for_backward(kept)
+        return kept * kept
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (kept,) = ctx.saved_tensors
+        return 2 * kept * grad, None
+
+
+def test_gradients_that_came_for_a_weight_are_added_first() -> None:
+    p = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    x, came = torch.randn(3, WIDTH), torch.randn(WIDTH, WIDTH)
+    pieces = Pieces(Whole())
+    with pieces.cut_out():
+        y = functional.linear(x, p)
+    with pieces.putting_off():
+        y.sum().backward()
+    pieces.run([(p, came)])
+    own = torch.autograd.grad(functional.linear(x, p).sum(), p)[0]
+    assert p.grad is not None
+    assert torch.equal(p.grad, came + own)
+
+
+def test_hooks_of_a_weight_see_its_gradient_once() -> None:
+    module, seen = Layers(), list[Tensor | None]()
+    module.second.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    module.first.weight.register_hook(lambda grad: grad * 2)
+    x = torch.randn(3, WIDTH)
+    two_halves(module, [x], [torch.ones(3, WIDTH)])
+    assert len(seen) == 1
+    found = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    module(x).backward(torch.ones(3, WIDTH))
+    for p, grad in zip(module.parameters(), found, strict=True):
+        assert grad is not None
+        assert p.grad is not None
+        assert torch.equal(p.grad, grad)
+
+
+def test_a_weight_that_is_used_otherwise_later_is_refused() -> None:
+    module = Often(otherwise=False)
+    two_halves(module, [torch.randn(3, WIDTH)], [torch.ones(3, WIDTH)])
+    whole = Whole()
+    y, pieces = forward(module, torch.randn(3, WIDTH), whole)
+    with pieces.putting_off():
+        y.sum().backward()
+    module.otherwise = True
+    y, pieces = forward(module, torch.randn(3, WIDTH), whole)
+    refused = pytest.raises(StepError, match=r"shape \(12, 12\) was used in another way.*'1f1b'")
+    with refused, pieces.putting_off():
+        y.sum().backward()
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    module, x = Layers(), torch.randn(3, WIDTH, requires_grad=True)
+    y, _ = forward(module, x, Whole())
+    with pytest.raises(StepError, match="gradients of gradients.*'1f1b'"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_gradients_that_the_step_asks_for_itself_are_whole() -> None:
+    module, x = Layers(), torch.randn(3, WIDTH, requires_grad=True)
+    with (pieces := Pieces(Whole())).cut_out():
+        found = torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
+    expected = torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
+    assert all(map(torch.equal, found, expected))
+    assert not pieces.weights
+
+
+def test_functions_of_torch_are_as_before() -> None:
+    before = functional.linear
+    with Pieces(Whole()).cut_out(), pytest.raises(TypeError):
+        functional.linear(torch.zeros(1))
+    assert functional.linear is before
