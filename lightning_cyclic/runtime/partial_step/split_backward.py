@@ -10,6 +10,7 @@ forward. Between I and W a piece keeps x and the gradient of y, and nothing else
 kept. Linear layers, convolutions and embeddings have almost all weights; of everything else (and
 of what is used in another way besides) gradients are made at I, as in a whole backward. So are
 those of regions in which autograd is led by others: compiled blocks, torch.utils.checkpoint.
+Which weights these are, the first micro-batch of a kind shows, of which nothing is put off.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 2, https://arxiv.org/abs/2401.10241.
 """
@@ -17,7 +18,8 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", section 2, https://arxiv.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Final, NoReturn, final
@@ -39,30 +41,37 @@ _SPLIT: Final[tuple[tuple[Any, str], ...]] = (
 
 
 @final
-class Whole:
-    """Know of one stage the weights whose gradients cannot be put off, by identity."""
+class Weights:
+    """Know of one stage the weights whose gradients are put off."""
 
     def __init__(self) -> None:
-        self.kinds: set[str] = set()  # of micro-batches, whose graphs have been looked at
-        self._weights: dict[int, Tensor] = {}
-        self._put_off: dict[int, Tensor] = {}
+        self._kinds: set[str] = set()  # of micro-batches, whose graphs have been looked at
+        self._allowed: dict[int, Tensor] | None = None
+        self._put_off: set[int] = set()
+
+    def are_known(self, kind: str) -> bool:
+        return kind in self._kinds
 
     def __contains__(self, p: Tensor) -> bool:
-        return id(p) in self._weights
+        return self._allowed is not None and id(p) in self._allowed
 
-    def add(self, p: Tensor) -> None:
-        """Note that gradients of a weight are made at I.
+    def note(self, kind: str, pure: Mapping[int, Tensor]) -> None:
+        """Note the weights that are used in pieces alone, in micro-batches of a kind.
 
         Raises:
-            StepError: some have been put off.
+            StepError: one of those that have been put off is not among them.
         """
-        if id(p) in self._put_off:
-            _refuse_other_use(p)
-        self._weights[id(p)] = p
+        self._kinds.add(kind)
+        if self._allowed is None:
+            self._allowed = dict(pure)
+        for n, p in list(self._allowed.items()):
+            if n not in pure:
+                if n in self._put_off:
+                    _refuse_other_use(p)
+                del self._allowed[n]
 
     def put_off(self, weights: Iterable[Tensor]) -> None:
-        """Note that gradients of weights have been put off."""
-        self._put_off |= {id(p): p for p in weights}
+        self._put_off |= {id(p) for p in weights}
 
 
 @final
@@ -70,14 +79,18 @@ class Pieces:
     """Hold what one forward of a stage leaves for its W.
 
     Args:
-        whole: of the stage; others may be found with its first forward.
+        weights: of the stage.
+        kind: of the micro-batch; of the first of a kind nothing is put off.
     """
 
-    def __init__(self, whole: Whole) -> None:
-        self.whole = whole
-        self.puts_off = False  # while I runs
-        self.used: dict[int, nn.Parameter] = {}  # weights in pieces
-        self.weights: list[nn.Parameter] = []  # those whose gradients have been put off
+    def __init__(self, weights: Weights, kind: str = "") -> None:
+        self.put_off: list[nn.Parameter] = []  # weights, by I
+        self.looks = not weights.are_known(kind)
+        self.runs_first_half = False
+        self._weights = weights
+        self._kind = kind
+        self._used: Counter[int] = Counter()  # how often, in calls that can be pieces
+        self._named: dict[int, nn.Parameter] = {}
         self._outputs: list[Tensor] = []
         self._gradients: list[Tensor] = []
         self._thread = threading.get_ident()
@@ -99,55 +112,49 @@ class Pieces:
                 for module, name in _SPLIT:
                     setattr(module, name, _ORIGINAL[name])
 
-    def look_at(self, kind: str, roots: Sequence[Any]) -> list[Tensor]:
-        """Find the weights that are used in another way, too: their gradients are made at I.
+    def look_at(self, roots: Sequence[Any]) -> list[Tensor]:
+        """Find the weights that nothing but pieces uses, in the first graph of its kind.
 
-        Autograd adds all gradients of a weight in one order, which two backwards would change.
+        Of others all gradients are made at I: autograd adds those of a weight in one order, which
+        two backwards would change.
 
         Args:
-            kind: of the micro-batch; graphs of one kind are looked at once.
-            roots: of the graph outside: tensors, or edges.
+            roots: of the graph: tensors, or edges.
 
         Returns:
-            The weights whose gradients are made at I, if this is the first graph of its kind.
+            The weights of which nothing is put off.
         """
-        found: dict[int, Tensor] = {}
-        if kind in self.whole.kinds:
-            return []
-        self.whole.kinds.add(kind)
         todo = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-        seen = set()
+        seen, edges, found = set(), Counter[int](), dict[int, Tensor]()
         while todo:
             node = todo.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if (p := getattr(node, "variable", None)) is not None:
-                found[id(p)] = p
-                if id(p) in self.used:
-                    self.whole.add(p)
-                continue
-            nexts = [edge[0] for edge in node.next_functions]
-            if isinstance(node, _NODE):
-                nexts = [x for x, p in zip(nexts, node.is_weight, strict=True) if not p]
-            todo += nexts
-        return list(found.values())
+            for following, _ in node.next_functions:
+                if (p := getattr(following, "variable", None)) is not None:
+                    found[id(p)] = p
+                    edges[id(p)] += 1
+                todo.append(following)
+        pure = {n: p for n, p in self._named.items() if edges[n] <= self._used[n]}
+        self._weights.note(self._kind, pure)
+        return [p for n, p in found.items() if n not in pure]
 
     @contextmanager
-    def putting_off(self) -> Iterator[None]:
+    def first_half(self) -> Iterator[None]:
         """Let a backward in the body be I.
 
         Raises:
             StepError: a weight was used otherwise than in the forwards before.
         """
-        self.weights = [p for p in self.used.values() if p not in self.whole]
-        self.whole.put_off(self.weights)
-        before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in self.weights]
-        self.puts_off = True
+        self.put_off = [p for p in self._named.values() if not self.looks]
+        self._weights.put_off(self.put_off)
+        before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in self.put_off]
+        self.runs_first_half = True
         try:
             yield
         finally:
-            self.puts_off = False
+            self.runs_first_half = False
         for p, grad, version in before:
             if p.grad is not grad or (grad is not None and grad._version != version):
                 _refuse_other_use(p)
@@ -156,13 +163,13 @@ class Pieces:
         self._outputs.append(output)
         self._gradients.append(gradient)
 
-    def run(self, others: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-        """Make what was put off, in ``p.grad``.
+    def second_half(self, others: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+        """Run W: make what was put off, in ``p.grad``.
 
         Args:
             others: parameters and gradients of them that come first in the addition.
         """
-        weights = {**{id(p): p for p, _ in others}, **{id(p): p for p in self.weights}}
+        weights = {id(p): p for p in (*(p for p, _ in others), *self.put_off)}
         roots: tuple[Any, ...] = (*(get_gradient_edge(p) for p, _ in others), *self._outputs)
         gradients = (*(x for _, x in others), *self._gradients)
         if roots:
@@ -176,13 +183,20 @@ class Pieces:
         weights = [x for x in tensors if _is_weight(x)]
         return (
             any(p.dim() > 1 for p in weights)
-            and not any(p in self.whole or _has_hooks(p) for p in weights)
+            and (self.looks or all(p in self._weights for p in weights))
             and threading.get_ident() == self._thread
             and torch.is_grad_enabled()
             and not torch._C._len_torch_function_stack()  # nobody looks on: not between modules
             and _top_saved_tensors_default_hooks(False) == self._hooks  # nor leads autograd
             and peek_interpreter_stack() is None
         )
+
+    def use(self, tensors: Sequence[Tensor]) -> None:
+        """Note the weights of a piece."""
+        for p in tensors:
+            if isinstance(p, nn.Parameter) and p.requires_grad:
+                self._used[id(p)] += 1
+                self._named[id(p)] = p
 
 
 def _refuse_other_use(p: Tensor) -> NoReturn:
@@ -196,11 +210,6 @@ def _refuse_other_use(p: Tensor) -> NoReturn:
 _pieces: Pieces | None = None  # of the forward that runs
 
 
-def _has_hooks(p: Any) -> bool:
-    """Say whether somebody looks at the gradients of a weight, who would be shown I's, too."""
-    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
-
-
 def _is_weight(x: Tensor) -> bool:
     return isinstance(x, nn.Parameter) and x.requires_grad
 
@@ -212,23 +221,28 @@ def _cut(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _pieces is None:
             return original(*args, **kwargs)
-        names = [n for n, x in enumerate(args) if isinstance(x, Tensor)]
-        words = [n for n, x in kwargs.items() if isinstance(x, Tensor)]
-        tensors = [*(args[n] for n in names), *(kwargs[n] for n in words)]
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if not _pieces.takes(tensors) or kwargs.get("sparse") or kwargs.get("out") is not None:
             return original(*args, **kwargs)
+        _pieces.use(tensors)
+        if _pieces.looks:
+            return original(*args, **kwargs)
 
-        def inside(found: Sequence[Tensor]) -> Tensor:
-            given, more = list(args), dict(kwargs)
-            for n, x in zip(names, found, strict=False):
-                given[n] = x
-            more |= zip(words, found[len(names) :], strict=True)
-            made: Tensor = original(*given, **more)
+        def inside(stand_in: Callable[[Any], Any]) -> Tensor:
+            made: Tensor = original(
+                *map(stand_in, args), **{n: stand_in(x) for n, x in kwargs.items()}
+            )
             return made
 
-        return _apply(_pieces, inside, *tensors)
+        given = {id(x): x for x in tensors if not _is_weight(x) and x.requires_grad}
+        # an output whose weights alone have gradients has one, too
+        return _apply(_pieces, inside, *(given.values() or [_none(tensors[0])]))
 
     return call
+
+
+def _none(like: Tensor) -> Tensor:
+    return torch.empty(0, device=like.device, requires_grad=True)
 
 
 _ORIGINAL = {name: getattr(module, name) for module, name in _SPLIT}
@@ -236,48 +250,34 @@ _CUT = {name: _cut(original) for name, original in _ORIGINAL.items()}
 
 
 class _Piece(torch.autograd.Function):
-    """Make an output apart from the graph, and its weights' gradient when it is asked for."""
+    """Make an output apart from the graph; its weights' gradients can wait."""
 
     @staticmethod
     def forward(
-        ctx: Any, pieces: Pieces, inside: Callable[[Sequence[Tensor]], Tensor], *tensors: Tensor
+        ctx: Any, pieces: Pieces, inside: Callable[[Callable[[Any], Any]], Tensor], *given: Tensor
     ) -> Tensor:
+        found = {id(x): x.detach().requires_grad_() for x in given}
         with torch.enable_grad():
-            found = [
-                x if _is_weight(x) else x.detach().requires_grad_(x.requires_grad) for x in tensors
-            ]
-            output = inside(found)
-        ctx.pieces, ctx.found, ctx.output = pieces, found, output
-        ctx.is_weight = [_is_weight(x) for x in tensors]
-        pieces.used |= {id(p): p for p in found if isinstance(p, nn.Parameter)}
+            output = inside(lambda x: found.get(id(x), x))
+        ctx.pieces, ctx.found, ctx.output = pieces, list(found.values()), output
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        pieces, found, output = ctx.pieces, ctx.found, ctx.output
         if torch.is_grad_enabled():
             raise StepError(
                 "the step makes gradients of gradients (create_graph=True), through which "
                 "backwards cannot be split; allowed: schedules with whole ones; use "
                 "strategy='1f1b'"
             )
-        put_off = [
-            pieces.puts_off and p and x not in pieces.whole
-            for x, p in zip(found, ctx.is_weight, strict=True)
-        ]
-        wanted = [n for n, x in enumerate(found) if x.requires_grad and not put_off[n]]
-        made: list[Tensor | None] = [None] * len(found)
-        if wanted:
-            grads = torch.autograd.grad(
-                output, [found[n] for n in wanted], gradient, retain_graph=any(put_off)
-            )
-            for n, grad in zip(wanted, grads, strict=True):
-                made[n] = grad
-        if any(put_off):
-            pieces.note(output, gradient)
-        ctx.found = ctx.output = None
+        output = ctx.output
+        made = torch.autograd.grad(
+            output, ctx.found, gradient, retain_graph=True, allow_unused=True
+        )
+        if ctx.pieces.runs_first_half:  # and not a backward of the step's own
+            ctx.pieces.note(output, gradient)
+            ctx.found = ctx.output = None
         return None, None, *made
 
 
 _apply: Callable[..., Any] = _Piece.apply
-_NODE: Any = _Piece._backward_cls

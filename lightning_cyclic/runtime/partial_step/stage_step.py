@@ -43,7 +43,7 @@ from lightning_cyclic.runtime.partial_step.packets import Gradients, Lesson, Pac
 from lightning_cyclic.runtime.partial_step.passage import Entry, Habit, Habits, Passage
 from lightning_cyclic.runtime.partial_step.run import Run
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
-from lightning_cyclic.runtime.partial_step.split_backward import Pieces, Whole
+from lightning_cyclic.runtime.partial_step.split_backward import Pieces, Weights
 from lightning_cyclic.runtime.partial_step.tape import Delivery
 from lightning_cyclic.runtime.partial_step.versions import Version, Versions
 from lightning_cyclic.runtime.randomness import Randomness
@@ -150,7 +150,7 @@ class StageStep:
         self._cells: dict[tuple[int, int, int], _Cell] = {}  # by step, micro-batch, stage
         self._habits = Habits(router)
         self._here = ownership.here()
-        self._whole: dict[int, Whole] = {}  # by stage
+        self._weights: dict[int, Weights] = {}  # of stages whose backwards are split
         self._told: set[int] = set()  # of which stages something was said
         self._put_off: dict[tuple[int, int, int], _Cell] = {}  # from I to W
         self._borrowing = {j for j in range(plan.num_stages) if ownership.borrowed(j)}
@@ -238,7 +238,7 @@ class StageStep:
         is_first = a.kind is Kind.F and (not self._training or self._is_run_again(a))
         if is_first or not self._plan.axes.schedule.is_split(a.i, a.j):
             return _NOTHING
-        cell.pieces = Pieces(self._whole.setdefault(a.j, Whole()))
+        cell.pieces = Pieces(self._weights.setdefault(a.j, Weights()), self.kind_of(a))
         return cell.pieces.cut_out()
 
     def _new_run(
@@ -305,24 +305,22 @@ class StageStep:
         entry.values = {}
         if run.target == self._plan.num_stages - 1 and not self._skips(output):
             cell.loss = loss_of(output)
-        if cell.pieces is not None:
+        if cell.pieces is not None and cell.pieces.looks:
             loss = [] if cell.loss is None else [cell.loss]
-            made = cell.pieces.look_at(self.kind_of(a), [*cell.edges.values(), *loss])
-            self._say_what_is_whole(a.j, cell.pieces, made)
+            self._say_what_is_whole(a.j, cell.pieces.look_at([*cell.edges.values(), *loss]))
 
-    def _say_what_is_whole(self, j: int, pieces: Pieces, made: Sequence[Tensor]) -> None:
-        """Say once how many weights of a stage are not worth a split backward."""
-        ids = {id(p) for p in made if isinstance(p, nn.Parameter) and p.dim() > 1}
-        num = sum(p.numel() for p in made if id(p) in ids)
-        put_off = sum(p.numel() for n, p in pieces.used.items() if n not in ids)
+    def _say_what_is_whole(self, j: int, whole: Sequence[Tensor]) -> None:
+        """Say once how many weights of a stage are in no split backward, and what that costs."""
+        num = sum(p.numel() for p in whole if p.dim() > 1)  # others take no time
         if num and j not in self._told:
             self._told.add(j)
+            trained = self._ownership.trained(j).values()
             self.say(
-                f"stage {j}: gradients of {num:,} of {num + put_off:,} weights are made in the "
-                "first half of its split backwards, not put off: of what torch.utils.checkpoint "
-                "runs again, compiled blocks, modules other than linear layers, convolutions and "
-                "embeddings, and weights with hooks; they are right, but idle time stays that "
-                "1f1b has, too"
+                f"stage {j}: gradients of {num:,} of its {sum(p.numel() for p in trained):,} "
+                "trained weights cannot be put off: those within torch.utils.checkpoint and "
+                "compiled blocks, and of modules other than linear layers, convolutions and "
+                "embeddings. They are made with the gradient of the stage's input, for which the "
+                "stage before waits, as in 1f1b"
             )
 
     def _skips(self, output: Any) -> bool:
@@ -402,8 +400,8 @@ class StageStep:
         """Run the backward; return the gradients of borrowed parameters, which are kept apart."""
         if a.kind is Kind.I:
             assert cell.pieces is not None
-            apart = self._ownership.apart(self._kept_for_weight_gradients(a))
-            with apart as cell.own, cell.pieces.putting_off():
+            apart = self._ownership.apart(self._kept_for_weight_gradients(a, cell.pieces))
+            with apart as cell.own, cell.pieces.first_half():
                 _run_backward(roots, grads)
             return {}
         if self._versions is None and a.j not in self._borrowing:  # no context costs nothing
@@ -431,18 +429,24 @@ class StageStep:
                 if name in cell.own:
                     taken[name] = cell.own.pop(name)
             own = [self._ownership.as_weight(n, x) for n, x in cell.own.items()]
-            cell.pieces.run([*others, *own])
+            cell.pieces.second_half([*others, *own])
         return Gradients({}, taken)
 
-    def _kept_for_weight_gradients(self, a: Action) -> list[str]:
+    def _kept_for_weight_gradients(self, a: Action, pieces: Pieces) -> list[str]:
         """Name the parameters whose gradients, if I makes them, are added when W does its own.
 
         Those of tied ones come behind what later stages have; and where each micro-batch is added
-        to what comes from elsewhere, this one's must not be among those of the one before.
+        to what comes from elsewhere, this one's must not be among those of the one before. Nor
+        may those come before it that other micro-batches put off, but the first of a kind makes.
         """
-        lent = [] if adds_at_once(self._plan, a) else self._ownership.trained(a.j)
-        lent = lent or [name for name, _ in self._ownership.lent(a.j)]
-        return [*lent, *self._ownership.borrowed(a.j)]
+        trained, weights = self._ownership.trained(a.j), self._weights[a.j]
+        lent = {name for name, _ in self._ownership.lent(a.j)}
+        apart = [
+            name for name, p in trained.items()
+            if name in lent or (pieces.looks and p in weights)
+        ]  # fmt: skip
+        own = apart if adds_at_once(self._plan, a) else [*trained]
+        return [*own, *self._ownership.borrowed(a.j)]
 
     def _run_again(self, a: Action, cell: _Cell, again: _Again) -> None:
         packet, habit, captured = again

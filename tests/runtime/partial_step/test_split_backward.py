@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.partial_step.split_backward import Pieces, Whole
+from lightning_cyclic.runtime.partial_step.split_backward import Pieces, Weights
 
 WIDTH = 12
 
@@ -111,27 +111,36 @@ class Compiled(nn.Module):
         return made
 
 
-def forward(module: Callable[[Tensor], Tensor], x: Tensor, whole: Whole) -> tuple[Tensor, Pieces]:
-    pieces = Pieces(whole)
+def forward(
+    module: Callable[[Tensor], Tensor], x: Tensor, weights: Weights
+) -> tuple[Tensor, Pieces]:
+    pieces = Pieces(weights)
     with pieces.cut_out():
         y = module(x)
-    pieces.look_at("", [y])
+    if pieces.looks:
+        pieces.look_at([y])
     return y, pieces
+
+
+def looked_at(module: Callable[[Tensor], Tensor]) -> Weights:
+    """Return what one forward shows of the weights."""
+    weights = Weights()
+    forward(module, torch.randn(3, WIDTH), weights)
+    return weights
 
 
 def two_halves(
     module: Callable[[Tensor], Tensor], xs: list[Tensor], grads: list[Tensor]
 ) -> list[int]:
     """Run all forwards, all first halves, then all second ones; count weights put off."""
-    whole = Whole()
-    found = [forward(module, x, whole) for x in xs]
+    weights = Weights()
+    found = [forward(module, x, weights) for x in xs]
     for (y, pieces), grad in zip(found, grads, strict=True):
-        with pieces.putting_off():
+        with pieces.first_half():
             y.backward(grad)
-        assert all(p.grad is None for p in pieces.weights)
     for _, pieces in found:
-        pieces.run([])
-    return [len(pieces.weights) for _, pieces in found]
+        pieces.second_half([])
+    return [len(pieces.put_off) for _, pieces in found]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +185,7 @@ def test_halves_add_up_to_the_whole_bit_for_bit(
     for x in (*trained, *xs):
         x.grad = None
     module.load_state_dict(state)
-    assert two_halves(out, xs, grads) == [num_put_off] * 3
+    assert two_halves(out, xs, grads) == [0, num_put_off, num_put_off]
     assert all(x is not None for x in expected[: len(trained)])
     for x, grad in zip((*trained, *xs), expected, strict=True):
         assert (x.grad is None) is (grad is None)  # tokens have none
@@ -192,14 +201,19 @@ def test_only_what_weights_need_is_kept_between_the_halves() -> None:
         return made
 
     module = Layers(between)
-    y, pieces = forward(module, torch.randn(2, WIDTH), Whole())
+    weights = looked_at(module)
+    gc.collect()
+    assert not alive
+    y, pieces = forward(module, torch.randn(2, WIDTH), weights)
     assert alive == {"saved"}
-    with pieces.putting_off():
+    with pieces.first_half():
         y.sum().backward()
     del y
     gc.collect()
     assert not alive
-    pieces.run([])
+    assert module.second.weight.grad is None
+    pieces.second_half([])
+    assert module.second.weight.grad is not None
 
 
 class Saves(torch.autograd.Function):
@@ -220,65 +234,96 @@ class Saves(torch.autograd.Function):
 def test_gradients_that_came_for_a_weight_are_added_first() -> None:
     p = nn.Parameter(torch.randn(WIDTH, WIDTH))
     x, came = torch.randn(3, WIDTH), torch.randn(WIDTH, WIDTH)
-    pieces = Pieces(Whole())
-    with pieces.cut_out():
-        y = functional.linear(x, p)
-    with pieces.putting_off():
+
+    def step(x: Tensor) -> Tensor:
+        return functional.linear(x, p)
+
+    y, pieces = forward(step, x, looked_at(step))
+    with pieces.first_half():
         y.sum().backward()
-    pieces.run([(p, came)])
-    own = torch.autograd.grad(functional.linear(x, p).sum(), p)[0]
+    pieces.second_half([(p, came)])
+    (own,) = torch.autograd.grad(functional.linear(x, p).sum(), p)
     assert p.grad is not None
     assert torch.equal(p.grad, came + own)
 
 
-def test_hooks_of_a_weight_see_its_gradient_once() -> None:
+def test_hooks_of_a_weight_see_its_gradient_once_for_each_micro_batch() -> None:
     module, seen = Layers(), list[Tensor | None]()
     module.second.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
     module.first.weight.register_hook(lambda grad: grad * 2)
-    x = torch.randn(3, WIDTH)
-    two_halves(module, [x], [torch.ones(3, WIDTH)])
-    assert len(seen) == 1
+    xs, ones = [torch.randn(3, WIDTH) for _ in range(2)], torch.ones(3, WIDTH)
+    assert two_halves(module, xs, [ones, ones]) == [0, 3]
+    assert len(seen) == 2
     found = [p.grad for p in module.parameters()]
     module.zero_grad()
-    module(x).backward(torch.ones(3, WIDTH))
+    for x in xs:
+        module(x).backward(ones)
     for p, grad in zip(module.parameters(), found, strict=True):
         assert grad is not None
         assert p.grad is not None
         assert torch.equal(p.grad, grad)
 
 
-def test_a_weight_that_is_used_otherwise_later_is_refused() -> None:
+@pytest.mark.parametrize("is_new_kind", [False, True])
+def test_a_weight_that_is_used_otherwise_later_is_refused(*, is_new_kind: bool) -> None:
     module = Often(otherwise=False)
-    two_halves(module, [torch.randn(3, WIDTH)], [torch.ones(3, WIDTH)])
-    whole = Whole()
-    y, pieces = forward(module, torch.randn(3, WIDTH), whole)
-    with pieces.putting_off():
+    weights = looked_at(module)
+    y, pieces = forward(module, torch.randn(3, WIDTH), weights)
+    with pieces.first_half():
         y.sum().backward()
     module.otherwise = True
-    y, pieces = forward(module, torch.randn(3, WIDTH), whole)
     refused = pytest.raises(StepError, match=r"shape \(12, 12\) was used in another way.*'1f1b'")
-    with refused, pieces.putting_off():
-        y.sum().backward()
+    pieces = Pieces(weights, "another" if is_new_kind else "")
+    with pieces.cut_out():
+        y = module(torch.randn(3, WIDTH))
+    if is_new_kind:
+        with refused:
+            pieces.look_at([y])
+    else:
+        with refused, pieces.first_half():
+            y.sum().backward()
+
+
+def test_a_kind_that_uses_a_weight_otherwise_before_any_is_put_off_has_it_whole() -> None:
+    module = Often(otherwise=False)
+    weights = looked_at(module)
+    module.otherwise = True
+    pieces = Pieces(weights, "another")
+    with pieces.cut_out():
+        y = module(torch.randn(3, WIDTH))
+    assert [p is module.weight for p in pieces.look_at([y])] == [True]
+    module.otherwise = False
+    _, pieces = forward(module, torch.randn(3, WIDTH), weights)
+    with pieces.first_half():
+        pass
+    assert not pieces.put_off
 
 
 def test_gradients_of_gradients_are_refused() -> None:
     module, x = Layers(), torch.randn(3, WIDTH, requires_grad=True)
-    y, _ = forward(module, x, Whole())
+    y, _ = forward(module, x, looked_at(module))
     with pytest.raises(StepError, match="gradients of gradients.*'1f1b'"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
-def test_gradients_that_the_step_asks_for_itself_are_whole() -> None:
+def test_a_step_may_ask_for_gradients_of_activations_itself() -> None:
     module, x = Layers(), torch.randn(3, WIDTH, requires_grad=True)
-    with (pieces := Pieces(Whole())).cut_out():
-        found = torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
-    expected = torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
-    assert all(map(torch.equal, found, expected))
-    assert not pieces.weights
+    y, pieces = forward(module, x, looked_at(module))
+    (found,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (expected,) = torch.autograd.grad(module(x).sum(), x)
+    assert torch.equal(found, expected)
+    with pieces.first_half():
+        y.sum().backward()
+    pieces.second_half([])
+    found_of = [p.grad for p in module.parameters()]
+    expected_of = torch.autograd.grad(module(x).sum(), list(module.parameters()))
+    assert all(
+        x is not None and torch.equal(x, y) for x, y in zip(found_of, expected_of, strict=True)
+    )
 
 
 def test_functions_of_torch_are_as_before() -> None:
     before = functional.linear
-    with Pieces(Whole()).cut_out(), pytest.raises(TypeError):
+    with Pieces(Weights()).cut_out(), pytest.raises(TypeError):
         functional.linear(torch.zeros(1))
     assert functional.linear is before
