@@ -21,6 +21,8 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.utils.data import DataLoader
 
@@ -48,7 +50,13 @@ WARM_UP = 2  # steps of every fit that are not timed
 CPU = torch.device("cpu")
 BY_THE_STEP = ("cyclic_pipeline", "pipedream_2bw", "cyclic_mp")
 BY_THE_MICRO_BATCH = ("pipedream", "pipeoptim", "spectrain")  # update after each
-INTERLEAVED = "interleaved_1f1b"
+TORCH_SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zb": ScheduleInterleavedZeroBubble,
+    "zb_v": ScheduleZBVZeroBubble,
+}
 Figures: TypeAlias = dict[str, Any]
 Contender: TypeAlias = Callable[[int], Figures]
 
@@ -185,7 +193,9 @@ def _torch_pipelining(case: Case, preset: str) -> Contender:
     """Run torch.distributed.pipelining as its tutorial does."""
     rank, last = dist.get_rank(), case.num_stages - 1
     parts, batch = cut_by_hand(case), case.batch()
-    mine = range(rank, case.num_stages, case.num_workers)
+    mine: Sequence[int] = range(rank, case.num_stages, case.num_workers)
+    if preset == "zb_v":
+        mine = (rank, last - rank)
     hidden = torch.zeros(case.rows, case.length, case.width, requires_grad=True)
     logits = torch.zeros(case.rows, case.length, VOCABULARY, requires_grad=True)
     stages = [
@@ -197,22 +207,14 @@ def _torch_pipelining(case: Case, preset: str) -> Contender:
         for j in mine
     ]  # fmt: skip
     numbers: Any = {"n_microbatches": case.num_microbatches, "loss_fn": loss_of}
-    schedule: Any
-    if preset == INTERLEAVED:
-        schedule = ScheduleInterleaved1F1B(list(stages), **numbers)
-    else:
-        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[preset]
-        schedule = kind(stages[0], **numbers)
+    has_one = preset in ("gpipe", "1f1b")
+    schedule = TORCH_SCHEDULES[preset](stages[0] if has_one else list(stages), **numbers)
     optimizer = case.optimizer(nn.ModuleList(parts[j] for j in mine))
 
     def step() -> Any:
         losses: list[torch.Tensor] = []
-        if rank == 0:
-            schedule.step(batch)
-        elif last in mine:
-            schedule.step(target=batch, losses=losses)
-        else:
-            schedule.step()
+        given = (batch,) if rank == 0 else ()
+        schedule.step(*given, **({"target": batch, "losses": losses} if last in mine else {}))
         optimizer.step()
         optimizer.zero_grad()
         return torch.stack(losses).mean() if losses else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import cast
 
@@ -29,7 +30,7 @@ class Case:
         length: tokens of a sample.
         width: features of the model.
         depth: layers of the model.
-        sleep_ms: emulated compute of one layer's forward; its backward takes twice that.
+        sleep_ms: emulated compute of one layer's forward, and of each half of its backward.
         num_steps: timed steps of a round.
         rounds: how often every contender trains.
     """
@@ -71,12 +72,16 @@ class Case:
 
 
 class _Slow(nn.Module):
+    """Sleep as long for the gradient of the input, and where a weight's is made."""
+
     def __init__(self, inner: nn.Module, seconds: float) -> None:
         super().__init__()
         self.inner, self.seconds = inner, seconds
+        weight = next(p for p in inner.parameters() if p.dim() > 1)
+        weight.register_hook(lambda _: time.sleep(seconds))
 
     def forward(self, x: Tensor) -> Tensor:
-        return Slept.apply(self.inner(x), self.seconds)
+        return Slept.apply(self.inner(x), self.seconds, 1)
 
 
 def make_gpt(case: Case) -> GPT2LMHeadModel:

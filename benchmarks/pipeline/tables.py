@@ -12,8 +12,8 @@ b   1f1b and gpipe against torch.distributed.pipelining's, 2 and 4 processes on 
 c   gpipe against torchgpipe on a Sequential, one process, if torchgpipe is installed
 d   pipelines without a flush against 1f1b, 2 and 4 processes on loopback, a table for each number
     of micro-batches
-e   several stages of each worker against 1f1b and torch.distributed.pipelining, 4 processes,
-    compute slept
+e   several stages of each worker, and split backwards, against 1f1b and
+    torch.distributed.pipelining, 4 processes, compute slept
 
 All train the same GPT, in the same micro-batches, with one torch thread per process. Every
 contender has processes of its own, which take turns, round after round, so that a drift of the
@@ -48,7 +48,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from benchmarks.pipeline.contenders import BY_THE_MICRO_BATCH, BY_THE_STEP, INTERLEAVED
+from benchmarks.pipeline.contenders import BY_THE_MICRO_BATCH, BY_THE_STEP
 from benchmarks.pipeline.model import Case
 from benchmarks.pipeline.profile import num_cores, predicted_s, useful_s
 from benchmarks.pipeline.teams import Rounds, make_contender, run_teams
@@ -93,7 +93,13 @@ PAIRS = {
     "c": {"sequential gpipe": "torchgpipe gpipe"},
 }  # fmt: skip
 NUM_MICRO = {"d2": [2, 4, 8], "d4": [4, 8], "e": [4, 8]}
-STAGES_EACH = {"1f1b": 1, INTERLEAVED: 2}  # of a worker, in e
+# stages of a worker in e, and what of torch it is compared with
+APART = {
+    "1f1b": (1, "1f1b"),
+    "interleaved_1f1b": (2, "interleaved_1f1b"),
+    "zb_h1": (1, "interleaved_zb"),
+    "zb_v": (2, "zb_v"),
+}
 _REFERENCE = "1f1b"
 _MOST_PROCESSES = 4
 SLEPT = {"width": 64, "length": 32}  # so that what is computed beside the sleep is little
@@ -180,23 +186,24 @@ def report_apart(case: Case, num_microbatches: int) -> None:
     """Run executors with one stage of a worker and with several, and print their table."""
     case = replace(case, num_microbatches=num_microbatches)
     cases = {
-        f"{executor} {preset}": replace(case, num_stages=case.num_workers * each)
-        for preset, each in STAGES_EACH.items()
-        for executor in ("loop", "torch")
+        f"loop {preset}": replace(case, num_stages=case.num_workers * each)
+        for preset, (each, _) in APART.items()
     }
+    several = replace(case, num_stages=2 * case.num_workers)
+    of_torch = dict.fromkeys(of for _, of in APART.values())
+    cases |= {f"torch {of}": case if of == "1f1b" else several for of in of_torch}
     rounds = run_teams(cases, case.num_steps, case.rounds)
     walls = {name: [max(w["wall"] for w in r) for r in rounds[name]] for name in rounds}
     print(f"\n  m = {num_microbatches}")
     print(f"  {'':22} {'ms per step':>11}  {'of the time of 1f1b':23} of the time of torch's")
-    for preset in STAGES_EACH:
-        for executor in ("loop", "torch"):
-            wall = walls[f"{executor} {preset}"]
-            each = [
-                spread([a / b for a, b in zip(wall, walls[f"{one} {of}"], strict=True)])
-                for one, of in (("loop", _REFERENCE), ("torch", preset))
-            ]
-            milliseconds = 1000 * median(wall)
-            print(f"  {executor + ' ' + preset:22} {milliseconds:11.1f}  {each[0]:23} {each[1]}")
+    for name, wall in walls.items():
+        executor, preset = name.split()
+        like = APART[preset][1] if executor == "loop" else preset
+        each = [
+            spread([a / b for a, b in zip(wall, walls[other], strict=True)])
+            for other in (f"loop {_REFERENCE}", f"torch {like}")
+        ]
+        print(f"  {name:22} {1000 * median(wall):11.1f}  {each[0]:23} {each[1]}")
 
 
 def profile(case: Case) -> None:

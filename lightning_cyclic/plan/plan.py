@@ -150,6 +150,11 @@ class Plan:
         schedule = self.axes.schedule
         return schedule.slot(t, schedule.start(kind, i, j))
 
+    def last_slot(self, a: Action) -> int:
+        """Give the last slot of a cell."""
+        schedule = self.axes.schedule
+        return a.s + schedule.length(a.kind) // schedule.unit - 1
+
     def end(self, t: int, j: int) -> int:
         """Give the last slot in which gradients of stage j are made in step t."""
         schedule = self.axes.schedule

@@ -242,6 +242,7 @@ class Rows:
         for _, w, a in plan.timetable:
             self._stages[w].add(a.j)
             self._micros[w].add(a.i or 0)
+        self.splits = plan.axes.schedule.splits
         self.has_own_stage = all(len(found) == 1 for found in self._stages.values())
         self.has_own_micro = all(len(found) == 1 for found in self._micros.values())
 
@@ -414,7 +415,8 @@ def _explain(
         f"F{rows.number(first)}: forward {which}; each {rows.counted} has its colour": Patch(
             facecolor=fill, edgecolor=edge
         ),
-        f"B{rows.number(first)}: its backward, which computes gradients": Patch(color=edge),
+        f"B{rows.number(first)}: its backward, which computes gradients"
+        + rows.splits * ", in one": Patch(color=edge),
     }
     halves = next((cell.action for cell in cells if cell.action.kind is Kind.W), None)
     if halves is not None:
@@ -463,7 +465,8 @@ def _introduction(rows: Rows) -> str:
         row += ", which has the whole model and a micro-batch (a part of the batch) of its own"
     else:
         row += "; cells say which stage (some layers of the model) it runs"
-    return f"{row}.\nTime goes from left to right; a slot is one forward or backward of one stage."
+    slot = "half of a backward" if rows.splits else "backward"
+    return f"{row}.\nTime goes from left to right; a slot is one forward or {slot} of one stage."
 
 
 def trace_of(programs: Sequence[Sequence[Action]]) -> bytes:

@@ -83,6 +83,9 @@ CASES = {
     "1f1b, half": Case({"preset": "1f1b", **FOUR}, BY_NORM, half=True),
     "1f1b, wide": Case({"preset": "1f1b", **AGAIN}, BY_NORM, num_ranks=4),
     "interleaved_1f1b": Case({"preset": "interleaved_1f1b", **FOUR}),
+    "zb_h1": Case({"preset": "zb_h1", **FOUR}),
+    "zb_v": Case({"preset": "zb_v", **FOUR}),
+    "dualpipe_v": Case({"preset": "dualpipe_v", **FOUR}),
     "cyclic_mp": Case({"preset": "cyclic_mp", **FOUR}),
     "cyclic_pipeline": Case({"preset": "cyclic_pipeline", **FOUR}),
     "pipedream": Case({"preset": "pipedream", "num_microbatches": 1}),
@@ -127,7 +130,7 @@ def found(name: str) -> Found:
 
 ALIKE = {  # what is planted is looked for in the first three; others are like one that always runs
     "cyclic_dp", "1f1b", "cyclic_pipeline", "lockstep_dp, half", "gpipe", "pipedream", "spectrain",
-    "interleaved_1f1b",
+    "interleaved_1f1b", "zb_h1", "dualpipe_v",
 }  # fmt: skip
 
 

@@ -56,6 +56,7 @@ def job_of(preset: str, num_ranks: int = 2, **more: Any) -> Job:
         more("cyclic_pipeline", 4, {}, {"stages": 2, "replicas": 2}),
         ("1f1b", 2, {}, {"stages": 4}),
         ("interleaved_1f1b", 2, {}, {"stages": 4}),
+        ("zb_v", 2, {}, {"stages": 4}),
         ("cyclic_dp", 1, {}, {"stages": 4}),  # one device
         ("cyclic_dp", 4, {}, {"stages": 4, "group_size": 2}),
         more("cyclic_dp_v1", 2, {}, {"stages": 4}),

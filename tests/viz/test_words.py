@@ -8,11 +8,12 @@ import pytest
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import Kind, Payload, parse
 from lightning_cyclic.viz.words import CARRIED, sentence, title, waiting
+from tests.harness.programs import shaped
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_all_actions_have_words(preset):
-    plan = make_plan(preset, num_stages=4, num_workers=4, num_steps=3)
+    plan = make_plan(preset, **shaped(preset, 4, 4), num_steps=3)
     for program in plan.programs:
         for a in program:
             assert re.fullmatch(r"[a-z ]+(, stage \d+)?(, micro-batch \d+)?", title(a)), a

@@ -81,7 +81,7 @@ def _at_end(plan: Plan, program: Program, stages: list[int]) -> Iterator[Action]
         if plan.rounds > 1:  # others may end later, and are served until then
             last = plan.end(t, 0)
         for a in actions:
-            last = max(last, a.s)
+            last = max(last, plan.last_slot(a))
             yield a
         yield from (_update(j, t + 1, last + 1) for j in stages)
 
