@@ -191,7 +191,7 @@ CASES: dict[str, Case] = {
     ),
     "functional call": row(m.FunctionalCall),
     "gradient reversal": row(m.GradientReversal),
-    "step hooks": row(m.StepHooks, refused=refused(LATE, "gpipe", "1f1b")),
+    "step hooks": row(m.StepHooks, refused=refused(LATE, "gpipe", "1f1b", "zb_h1")),
     "own scheduling": row(m.OwnScheduling, num_epochs=2),
     "plateau": row(m.Plateau, validates=True, num_epochs=3),
     "own optimizer_step": row(m.OwnOptimizerStep),

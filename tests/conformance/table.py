@@ -16,7 +16,7 @@ from tests.conformance.harness import DELAYED, PRESETS, Case
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 _HEAD = """# What was tried
 
-Modules and Trainer configurations, each under nine presets on two processes. All of it runs with
+Modules and Trainer configurations, each under ten presets on two processes. All of it runs with
 `pytest tests/conformance -m exhaustive`, a part of it in every run of the tests; this page is
 made from it, by `python -m tests.conformance.table`.
 

@@ -60,4 +60,4 @@ def test_the_page_says_what_is_shown_here() -> None:
 def test_the_matrix_is_large() -> None:
     assert CASES.keys() >= ALIKE
     assert len(CASES) >= 80
-    assert len(PRESETS) == 9
+    assert len(PRESETS) == 10

@@ -25,8 +25,8 @@ WHOLE = {
     "cyclic_zero": "freshest",
 }  # fmt: skip
 STAGES_APART = {
-    "gpipe": "sync", "1f1b": "sync", "cyclic_pipeline": "freshest", "pipedream_2bw": "delayed",
-    "pipedream": "stashed", "cyclic_mp": "freshest",
+    "gpipe": "sync", "1f1b": "sync", "zb_h1": "sync", "cyclic_pipeline": "freshest",
+    "pipedream_2bw": "delayed", "pipedream": "stashed", "cyclic_mp": "freshest",
 }  # fmt: skip
 PREDICTING = ("pipeoptim", "spectrain")  # asynchronous.train_predicted knows their rules
 ONE_EACH = ("pipedream", *PREDICTING)  # that make an update per micro-batch

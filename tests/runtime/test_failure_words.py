@@ -24,6 +24,7 @@ from lightning_cyclic.runtime.failure_words import (
 )
 from lightning_cyclic.runtime.transport.crew import Names
 from tests.harness.local_transport import LocalTransport, PostOffice
+from tests.harness.programs import shaped
 from tests.runtime.whole_step.test_engine import Worker, find_stages, loss, mlp, run_workers, sgd
 
 NAMES = Names(2, ["a", "b", "node7", "d"])
@@ -132,7 +133,7 @@ def test_an_error_that_is_its_own_cause_ends() -> None:
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_what_to_do_fits_the_preset(preset: str) -> None:
-    plan = make_plan(preset, num_stages=2, num_workers=2)
+    plan = make_plan(preset, **shaped(preset, 4, 2))
     ways = relief(plan, "never")
     assert "smaller batches" in ways
     is_whole = plan.placement == "replicated" and not plan.axes.sharding.gathers

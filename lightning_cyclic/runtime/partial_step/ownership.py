@@ -131,6 +131,23 @@ class Ownership:
                 taken[n] = p.grad
             p.grad = grad
 
+    @contextmanager
+    def unheard(self, names: Iterable[str]) -> Iterator[None]:
+        """Keep gradients that the body makes from hooks, which see them when they are added."""
+        hooked = [
+            (p, attribute, hooks)
+            for p in map(self._named.__getitem__, names)
+            for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks")
+            if (hooks := getattr(p, attribute)) and self._forms.trained(p) is p
+        ]
+        for p, attribute, _ in hooked:
+            setattr(p, attribute, None)
+        try:
+            yield
+        finally:
+            for p, attribute, hooks in hooked:
+                setattr(p, attribute, hooks)
+
     def as_weight(self, name: str, grad: Tensor) -> tuple[nn.Parameter, Tensor]:
         """Return a parameter, and its gradient as autograd takes it."""
         p = self._named[name]

@@ -400,8 +400,8 @@ class StageStep:
         """Run the backward; return the gradients of borrowed parameters, which are kept apart."""
         if a.kind is Kind.I:
             assert cell.pieces is not None
-            apart = self._ownership.apart(self._kept_for_weight_gradients(a, cell.pieces))
-            with apart as cell.own, cell.pieces.first_half():
+            kept, own = self._kept_for_weight_gradients(a, cell.pieces), self._ownership
+            with own.unheard(kept), own.apart(kept) as cell.own, cell.pieces.first_half():
                 _run_backward(roots, grads)
             return {}
         if self._versions is None and a.j not in self._borrowing:  # no context costs nothing

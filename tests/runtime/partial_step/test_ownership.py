@@ -68,7 +68,7 @@ def test_of_what_is_trained_in_place_of_a_weight_its_gradients_are_kept_apart():
     state.watch()
     _, ownership = held(0, 2, model=model, forms=SparseForms([state], [state], lambda: None))
     state.master.grad = before = torch.full((3,), 5.0)
-    with ownership.apart(2) as taken:
+    with ownership.apart(ownership.borrowed(2)) as taken:
         model.c(torch.ones(1, 3)).sum().backward()
     assert list(taken) == ["a.weight"]
     assert torch.equal(taken["a.weight"], torch.ones(3))
