@@ -24,6 +24,7 @@ from tests.harness.pipelines import (
 )
 from tests.harness.rows import in_words, more
 from tests.harness.trainers import assert_same
+from tests.modules import changed
 from tests.references.rules import ONE_EACH, WHOLE, Reference
 
 pytestmark = pytest.mark.multi
@@ -74,6 +75,14 @@ def test_training_changes_what_is_trained(name: str) -> None:
         more("t5", "zb_h1", 2, {"stages": 4, **AGAIN}),
         more("resnet", "dualpipe_v", 2, {"stages": 4}),
         more("gpt2", "zb_v", 1, {"stages": 4}),
+        more("bert", "zb_v", 2, {"stages": 4}),
+        more("bert", "zb_h1", 4, {"stages": 4}),
+        more("bert", "interleaved_1f1b", 2, {"stages": 4}),
+        more("resnet", "zb_v", 4, {"stages": 8, "num_microbatches": 8}),
+        more("gpt2", "zb_v", 4, {"stages": 8}),
+        more("t5", "dualpipe_v", 4, {"stages": 8, "num_microbatches": 8}),
+        more("gpt2", "interleaved_1f1b", 4, {"stages": 8}),
+        more("bert", "interleaved_1f1b", 4, {"stages": 8}),
         # run again
         ("resnet", "1f1b", 2, {"stages": 4, **AGAIN}),
         more("gpt2", "1f1b", 2, {"stages": 2, **AGAIN}),
@@ -102,6 +111,33 @@ def test_pipelines_with_a_flush_equal_the_plain_trainer(
     ranks = pipelines(job, num_ranks, preset=preset, **options)
     assert {rank["num_stages"] for rank in ranks} == {options["stages"]}
     assert_equals_plain(ranks, job, exact_metrics=replicas == 1)
+
+
+CLIPPED = (("gradient_clip_val", 0.05),)
+CHANGED = ["scheduled", "adapted", "compiled", "checkpointed", "frozen"]
+BY_DEFAULT = {("adapted", "zb_v", 2), ("compiled", "zb_h1", 2), ("checkpointed", "zb_v", 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "num_ranks"),
+    [
+        row if row in BY_DEFAULT else more(*row)
+        for name in CHANGED
+        for preset in ("interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v")
+        for num_ranks in (2, 4)
+        for row in [(name, preset, num_ranks)]
+    ],
+)
+def test_models_as_users_change_them_equal_the_plain_trainer(
+    name: str, preset: str, num_ranks: int
+) -> None:
+    job = Job(case="gpt2", module=getattr(changed, name), flags=CLIPPED)
+    blocks = [f"model.transformer.h.{k}" for k in (1, 2, 3)]  # where they may be checkpointed
+    strategy: dict[str, Any] = {"preset": preset, "stages": blocks, "num_microbatches": 4}
+    if num_ranks == 4:  # with two replicas, as four blocks make four stages
+        strategy |= {"replicas": 2, "num_microbatches": 2}
+    ranks = pipelines(job, num_ranks, **strategy)
+    assert_equals_plain(ranks, job, exact_metrics=num_ranks == 2)
 
 
 @pytest.mark.parametrize(
