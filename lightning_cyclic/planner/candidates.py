@@ -10,7 +10,14 @@ from typing import Final, Self, final
 from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan import Plan, make_plan
 from lightning_cyclic.plan.placement import Shared
-from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS, SCHEDULES, SHARDINGS, Preset
+from lightning_cyclic.plan.presets import (
+    PLACEMENTS,
+    PRESETS,
+    SCHEDULES,
+    SHARDINGS,
+    default_num_stages,
+)
+from lightning_cyclic.plan.schedules import AbstractSchedule
 from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.planner.ring import RingNumbers, best_around_ring
 from lightning_cyclic.planner.stages import Stages
@@ -24,6 +31,8 @@ DEFAULT_BANDWIDTH: Final = "10Gbit/s"  # of each worker, in each direction
 DEFAULT_LATENCY: Final = "50us"  # of a message
 INSIDE_BANDWIDTH: Final = "100Gbit/s"  # the same between workers of a host
 INSIDE_LATENCY: Final = "5us"
+# schedules that let workers wait less for each other
+_FOR_SEVERAL = {n for n, x in SCHEDULES.items() if x.splits or x.stages_per_worker > 1}
 _DOUBLINGS = 2  # of a single profile's micro-batch
 
 
@@ -101,18 +110,12 @@ class StatesPerParam:
         )
 
 
-def _is_planned(preset: Preset) -> bool:
-    schedule = SCHEDULES[preset.schedule]
-    return schedule.stages_per_worker == 1 and not schedule.splits
-
-
 def _default_presets() -> tuple[str, ...]:
-    """Leave out names for the axes of an earlier preset, and what cannot be planned yet."""
+    """Leave out names for the axes of an earlier preset."""
     first: dict[tuple[str, ...], str] = {}
     for name, preset in PRESETS.items():
         axes = preset.schedule, preset.placement, preset.weights, preset.sharding
-        if _is_planned(preset):
-            first.setdefault(axes, name)
+        first.setdefault(axes, name)
     return tuple(first.values())
 
 
@@ -166,12 +169,6 @@ class Problem:
         for preset in self.presets:
             if preset not in PRESETS:
                 raise PlanError(one_of(preset, list(PRESETS), "preset", "use cyclic_pipeline"))
-            if not _is_planned(PRESETS[preset]):
-                raise PlanError(
-                    f"preset {preset!r}, whose workers have several stages each or split "
-                    f"backwards, is not planned yet; allowed: {', '.join(DEFAULT_PRESETS)}; use "
-                    "'1f1b', and compare both"
-                )
         for name, least in (("num_workers", 1), ("batch_size", 0), ("state_per_param", 0)):
             if getattr(self, name) < least:
                 raise PlanError(
@@ -257,6 +254,10 @@ class Candidate:
         return PRESETS[self.preset].weights == "sync"
 
     @property
+    def schedule(self) -> type[AbstractSchedule]:
+        return SCHEDULES[PRESETS[self.preset].schedule]
+
+    @property
     def of_each(self) -> int:
         """Return the micro-batches per update of each replica."""
         return self.num_microbatches // self.replicas
@@ -282,11 +283,11 @@ class Candidate:
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """Yield every candidate.
 
-    Of pipelines: each replicas and depth whose product is the number of workers, each size of a
-    micro-batch that divides the batch, with and without rematerialisation. Of workers that run
-    whole micro-batches: one, two and four stages per worker, one micro-batch for each, and around
-    a ring the numbers that are predicted to be fastest. Whether axes and numbers fit together is
-    not asked here.
+    Of pipelines: each replicas and depth whose product is the number of workers, with as many
+    stages of a worker as the schedule has by default, each size of a micro-batch that divides the
+    batch, with and without rematerialisation. Of workers that run whole micro-batches: one, two
+    and four stages per worker, one micro-batch for each, and around a ring the numbers that are
+    predicted to be fastest. Whether axes and numbers fit together is not asked here.
 
     Source: the search space of PipeDream-2BW's planner, section 4,
         https://arxiv.org/abs/2006.09503; presets are added.
@@ -346,10 +347,13 @@ def _around_ring(problem: Problem, preset: str, micro_size: int) -> RingNumbers 
 
 
 def _pipelines(problem: Problem, preset: str, replicas: int, depth: int) -> Iterator[Candidate]:
+    schedule = PRESETS[preset].schedule
+    num_stages = default_num_stages(schedule, depth)
     for micro_size in sorted(problem.by_size, reverse=True):
         num_microbatches, rest = divmod(problem.samples, micro_size)
         if (
-            depth > problem.num_units
+            num_stages > problem.num_units
+            or (depth == 1 and schedule in _FOR_SEVERAL)  # a worker alone gains nothing
             or rest
             or num_microbatches < replicas
             or num_microbatches % replicas
@@ -359,7 +363,7 @@ def _pipelines(problem: Problem, preset: str, replicas: int, depth: int) -> Iter
             yield Candidate(
                 preset=preset,
                 replicas=replicas,
-                num_stages=depth,
+                num_stages=num_stages,
                 num_microbatches=num_microbatches,
                 micro_size=micro_size,
                 remat=remat,

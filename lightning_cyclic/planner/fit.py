@@ -8,7 +8,7 @@ one byte of everything; then the cut is the fastest of those that fit, exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeAlias, final
 
@@ -119,7 +119,7 @@ class Fitter:
         else:
             costs = stages.costs()
             found = memory(
-                plan,
+                self._plan(_full(candidate), stages.tied),
                 costs,
                 remat=candidate.remat,
                 state_per_param=self._problem.states.optimizer,
@@ -159,6 +159,17 @@ class Fitter:
             )
 
         return kept
+
+
+def _full(candidate: Candidate) -> Candidate:
+    """Return a candidate with no more micro-batches than it takes to keep the most, if it flushes.
+
+    By then each worker runs a forward and a backward in turn, however many are to come.
+    """
+    if candidate.runs_whole_micro or not candidate.has_flush:
+        return candidate
+    enough = min(candidate.of_each, 2 * candidate.num_stages)
+    return replace(candidate, num_microbatches=enough * candidate.replicas)
 
 
 def _has_one_stage_per_worker(plan: Plan) -> bool:

@@ -13,10 +13,11 @@ to simulate is listed apart. Where that is all, that with the least bound is sim
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import islice
 from math import ceil
 from typing import TypeAlias, final
 
@@ -25,6 +26,7 @@ from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.planner.candidates import Candidate, Problem, candidates
 from lightning_cyclic.planner.fit import Fit, Fitter, pace_s, paces_s
 from lightning_cyclic.planner.ring import quickest
+from lightning_cyclic.simulate.costs import Network
 from lightning_cyclic.simulate.engine import simulate
 from lightning_cyclic.simulate.units import show_bytes
 
@@ -137,14 +139,32 @@ def least_step_s(fit: Fit, problem: Problem) -> float:
     paces = paces_s(fit.stages, candidate, network)
     if not candidate.has_flush:
         return of_each * max(paces)
-    sent_s = [2 * (network.latency_s + network.transfer_s(n)) for n in fit.stages.input_bytes[1:]]
-    ways_s = accumulate(
-        (s + sent for s, sent in zip(compute_s, sent_s, strict=False)), initial=0.0
-    )
-    return max(
-        of_each * max(paces),
-        *(of_each * s + way_s for s, way_s in zip(compute_s, ways_s, strict=True)),
-    )
+    return max(of_each * max(paces), *_with_ways_s(fit, network))
+
+
+def _with_ways_s(fit: Fit, network: Network) -> Iterator[float]:
+    """Yield, of each worker, the time of its work, and of the way to it and back; and of all ways.
+
+    The way is that to its first stage. Gradients of weights that are put off may be made behind
+    the last gradient that it sends back, while the next step begins elsewhere.
+    """
+    candidate, costs = fit.candidate, fit.stages.costs(remat=fit.candidate.remat)
+    of_each = candidate.num_microbatches // candidate.replicas
+    share = 0.5 if candidate.schedule.splits else 1.0  # of a backward that others wait for
+    sent_s = [network.latency_s + network.transfer_s(n) for n in fit.stages.input_bytes[1:]]
+    stages = list(zip(costs.forward_s, costs.backward_s, [*sent_s, 0.0], strict=True))
+    homes = [fit.plan.worker_of(0, j) for j in range(len(stages))]
+    work_s, sooner_s = defaultdict[int, float](float), defaultdict[int, float](float)
+    for w, (f, b, _) in zip(homes, stages, strict=True):
+        work_s[w] += of_each * (f + b)
+        sooner_s[w] += of_each * (f + b * share)
+    there_s = back_s = 0.0
+    for j, (f, b, sent) in enumerate(stages):
+        if homes.index(homes[j]) == j:
+            yield max(work_s[homes[j]], there_s + sooner_s[homes[j]] + back_s)
+        there_s += f + sent
+        back_s += b * share + sent
+    yield there_s + back_s
 
 
 @final
@@ -338,9 +358,17 @@ class _Search:
         if candidate.runs_whole_micro:
             return max(through_s, self._exchange_s())
         key = candidate.micro_size, candidate.num_stages, candidate.remat
-        if key not in self._paces:
-            self._paces[key] = pace_s(profile, candidate, self._problem.network)
-        bound_s = candidate.num_microbatches // candidate.replicas * self._paces[key]
+        of_each, depth = candidate.of_each, self._problem.num_workers // candidate.replicas
+        if candidate.num_stages > depth > 0 and candidate.has_flush:  # several on each worker
+            bound_s = of_each * through_s / depth
+        else:
+            if key not in self._paces:
+                self._paces[key] = pace_s(profile, candidate, self._problem.network)
+            bound_s = of_each * self._paces[key]
+        if candidate.schedule.splits:  # but the first half of its backward
+            through_s = sum(
+                u.forward_s * (1 + candidate.remat / 2) + u.backward_s / 2 for u in profile.units
+            )
         return max(bound_s, through_s) if candidate.has_flush else bound_s
 
     def _exchange_s(self) -> float:

@@ -118,8 +118,6 @@ def test_a_batch_is_the_largest_measured_micro_batch_per_worker():
         ({"state_per_param": -1.0}, "state_per_param=-1.0; allowed: 0 or more"),
         ({"memory_bytes": 0}, "memory_bytes=0; allowed: above 0"),
         ({"presets": ("cdp",)}, "preset 'cdp' is unknown; allowed: cyclic_dp"),
-        ({"presets": ("interleaved_1f1b",)}, "'interleaved_1f1b', .* is not planned yet"),
-        ({"presets": ("zb_h1",)}, "'zb_h1', .* is not planned yet"),
         ({"profiles": ()}, r"profiles of micro-batches of \[\] samples"),
         ({"profiles": (profile_of(), profile_of())}, r"\[4, 4\] samples; allowed: one or more"),
         ({"profiles": (profile_of(), profile_of(3, 8))}, "of the same units"),

@@ -6,10 +6,10 @@ import pytest
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.check.proof import prove
-from lightning_cyclic.planner import Problem, Tie, search
+from lightning_cyclic.planner import Problem, Tie, memory, search
 from lightning_cyclic.planner.candidates import candidates
 from lightning_cyclic.planner.fit import Fitter
-from lightning_cyclic.planner.search import _have_same_programs, timed
+from lightning_cyclic.planner.search import _have_same_programs, least_step_s, timed
 from lightning_cyclic.simulate import Network
 from tests.harness.rows import more
 
@@ -17,6 +17,7 @@ from .profiles import profile_of, unit
 
 SEARCH = sys.modules["lightning_cyclic.planner.search"]  # the package has a function of that name
 FEW = ("gpipe", "1f1b", "pipedream_2bw", "cyclic_pipeline", "cyclic_dp")
+FLUSHED = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v")
 
 
 def profile(count=4, *, params=1e6, activations=4e6, crossing=1e5, ties=()):
@@ -84,6 +85,39 @@ def test_the_ranking_is_that_of_all_candidates(num_workers, memory_bytes, bandwi
     ranking = search(given_, most=6)
     assert [key(plan) for plan in ranking.plans] == expected
     assert all(plan.fit.memory_bytes <= memory_bytes for plan in ranking.plans)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "batch_size", "latency_s"),
+    [(2, 32, 0.0), more(4, 64, 0.001), more(4, 32, 0.02), more(2, 16, 0.1)],
+)
+def test_pipelines_with_a_flush_are_ranked_as_all_would_be(num_workers, batch_size, latency_s):
+    network = Network(latency_s=latency_s, bandwidth_bytes_per_s=1e8)
+    given_ = problem(
+        profiles=(profile(8),), num_workers=num_workers, batch_size=batch_size, presets=FLUSHED,
+        network=network,
+    )  # fmt: skip
+    every = everything(given_)
+    ranking = search(given_, most=8)
+    assert [key(plan) for plan in ranking.plans] == [key(plan) for plan in every[:8]]
+    names = {plan.fit.candidate.preset for plan in every}
+    assert {"1f1b", "interleaved_1f1b", "zb_h1", "zb_v"} <= names
+    for plan in every:  # no bound is above what it stands for
+        least_s = least_step_s(plan.fit, given_)
+        assert least_s <= plan.step_s * (1 + 1e-9)
+        bound_s = SEARCH._Search(given_, [])._bound_s(plan.fit.candidate)
+        assert bound_s <= least_s * (1 + 1e-9), plan.fit.candidate
+
+
+@pytest.mark.parametrize("preset", ["interleaved_1f1b", "zb_v", "dualpipe_v"])
+@pytest.mark.parametrize("remat", [False, True])
+def test_what_workers_keep_does_not_grow_with_many_micro_batches(preset, remat):
+    given_ = problem(profiles=(profile(4),), batch_size=4 * 17, presets=(preset,))
+    (candidate,) = (c for c in candidates(given_) if c.remat == remat and c.replicas == 1)
+    fit = Fitter(given_).fit(candidate)
+    assert candidate.num_microbatches == 17
+    found = memory(fit.plan, fit.stages.costs(), remat=remat)
+    assert found == fit.memory
 
 
 def test_of_plans_that_are_as_fast_the_least_stale_comes_first():
