@@ -231,6 +231,8 @@ def paces_s(stages: Stages, candidate: Candidate, network: Network) -> list[floa
     costs = stages.costs(remat=candidate.remat)
     compute_s = map(sum, zip(costs.forward_s, costs.backward_s, strict=True))
     sent = [network.transfer_s(size) for size in (0.0, *stages.input_bytes[1:], 0.0)]
+    if candidate.schedule.shape == "vee":  # where micro-batches turn
+        sent[candidate.num_stages // 2] = 0.0
     return [max(s, sent[j] + sent[j + 1]) for j, s in enumerate(compute_s)]
 
 

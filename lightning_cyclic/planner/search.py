@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from math import ceil
 from typing import TypeAlias, final
 
@@ -151,9 +151,12 @@ def _with_ways_s(fit: Fit, network: Network) -> Iterator[float]:
     candidate, costs = fit.candidate, fit.stages.costs(remat=fit.candidate.remat)
     of_each = candidate.num_microbatches // candidate.replicas
     share = 0.5 if candidate.schedule.splits else 1.0  # of a backward that others wait for
-    sent_s = [network.latency_s + network.transfer_s(n) for n in fit.stages.input_bytes[1:]]
+    homes = [fit.plan.worker_of(0, j) for j in range(fit.plan.num_stages)]
+    sent_s = [
+        (network.latency_s + network.transfer_s(size)) * (a != b)
+        for (a, b), size in zip(pairwise(homes), fit.stages.input_bytes[1:], strict=True)
+    ]
     stages = list(zip(costs.forward_s, costs.backward_s, [*sent_s, 0.0], strict=True))
-    homes = [fit.plan.worker_of(0, j) for j in range(len(stages))]
     work_s, sooner_s = defaultdict[int, float](float), defaultdict[int, float](float)
     for w, (f, b, _) in zip(homes, stages, strict=True):
         work_s[w] += of_each * (f + b)
