@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, final
 
 from typing_extensions import Unpack
 
+from lightning_cyclic.plan.presets import presets_of
 from lightning_cyclic.plugin.options import Clipping, ReduceDtype
 from lightning_cyclic.plugin.strategy import Inherited, PlannedStrategy
 from lightning_cyclic.runtime.transport.choice import Route
@@ -70,7 +71,7 @@ class CyclicStrategy(PlannedStrategy):
         2
     """
 
-    presets: ClassVar = ("cyclic_dp", "cyclic_dp_v1", "cyclic_zero", "lockstep_dp")
+    presets: ClassVar = presets_of("replicated")
     placements: ClassVar = ("replicated", "single")
     other: ClassVar = "PipelineStrategy"
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, final
 
 from typing_extensions import Unpack
 
+from lightning_cyclic.plan.presets import presets_of
 from lightning_cyclic.plugin.options import Checkpointing, Clipping, ReduceDtype
 from lightning_cyclic.plugin.strategy import Inherited, PlannedStrategy
 from lightning_cyclic.runtime.transport.choice import Route
@@ -72,10 +73,7 @@ class PipelineStrategy(PlannedStrategy):
         '1f1b'
     """
 
-    presets: ClassVar = (
-        "1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "cyclic_pipeline",
-        "cyclic_mp", "pipedream", "pipedream_2bw", "pipeoptim", "spectrain",
-    )  # fmt: skip
+    presets: ClassVar = presets_of("pipelined", "shared")
     placements: ClassVar = ("pipelined", "shared", "single")
     other: ClassVar = "CyclicStrategy"
 

@@ -54,10 +54,8 @@ class AbstractPlacement(ABC):
     """Whether a worker runs every stage of its micro-batches, so that stages are replicated."""
     overlaps: ClassVar[bool] = True
     """Whether steps follow each other as the timetable has it; else each ends before the next."""
-    schedules: ClassVar[tuple[str, ...]]
-    """Names of the schedules under which no worker has two actions where one fits."""
-    wide_schedules: ClassVar[tuple[str, ...]] = ()
-    """Names of those that several replicas of a pipeline can follow together."""
+    may_be_wide: ClassVar[bool] = False
+    """Whether several replicas of a pipeline can follow a schedule together."""
 
     @abstractmethod
     def worker(self, t: int, i: int, j: int) -> int:
@@ -90,7 +88,6 @@ class Replicated(AbstractPlacement):
     """Give micro-batch i to worker i % N: in each round of a step one to every worker."""
 
     runs_whole_micro: ClassVar[bool] = True
-    schedules: ClassVar[tuple[str, ...]] = ("lockstep", "cyclic")
 
     def worker(self, t: int, i: int, j: int) -> int:
         return i % self.num_workers
@@ -119,10 +116,7 @@ class Pipelined(AbstractPlacement):
     With replicas, that many pipelines take the micro-batches in turn.
     """
 
-    schedules: ClassVar[tuple[str, ...]] = (
-        "cyclic", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v",
-    )  # fmt: skip
-    wide_schedules: ClassVar[tuple[str, ...]] = (*schedules[1:], "cyclic")
+    may_be_wide: ClassVar[bool] = True
 
     @property
     def depth(self) -> int:
@@ -203,7 +197,6 @@ class Shared(AbstractPlacement):
     """
 
     takes_turns: ClassVar[bool] = True
-    schedules: ClassVar[tuple[str, ...]] = ("cyclic",)
 
     def replica(self, w: int) -> range:
         """List the workers: all of them, the last stage last."""
@@ -257,9 +250,6 @@ class Single(AbstractPlacement):
     """Give everything to worker 0, one step after the other."""
 
     overlaps: ClassVar[bool] = False
-    schedules: ClassVar[tuple[str, ...]] = (
-        "lockstep", "cyclic", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v",
-    )  # fmt: skip
 
     def worker(self, t: int, i: int, j: int) -> int:
         return 0

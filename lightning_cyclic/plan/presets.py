@@ -103,14 +103,8 @@ PRESETS: Final[dict[str, Preset]] = {
     "cyclic_zero": Preset(
         "cyclic", "replicated", "freshest", "full", "CDP in ZeRO-DP, arXiv 2403.08837"
     ),
-    "cyclic_mp": Preset(
-        "cyclic", "shared", "freshest", "none", "CDP with model parallelism, arXiv 2403.08837"
-    ),
-    "cyclic_pipeline": Preset(
-        "cyclic", "pipelined", "freshest", "none", "CDP as a pipeline, arXiv 2403.08837"
-    ),
-    "gpipe": Preset("gpipe", "pipelined", "sync", "none", "GPipe, arXiv 1811.06965"),
     "1f1b": Preset("1f1b", "pipelined", "sync", "none", "PipeDream-Flush, arXiv 2006.09503"),
+    "gpipe": Preset("gpipe", "pipelined", "sync", "none", "GPipe, arXiv 1811.06965"),
     "interleaved_1f1b": Preset(
         "interleaved_1f1b", "pipelined", "sync", "none", "interleaved 1F1B, arXiv 2104.04473"
     ),
@@ -118,6 +112,12 @@ PRESETS: Final[dict[str, Preset]] = {
     "zb_v": Preset("zb_v", "pipelined", "sync", "none", "zero bubble V, arXiv 2405.15362"),
     "dualpipe_v": Preset(
         "dualpipe_v", "pipelined", "sync", "none", "V-shaped DualPipe, arXiv 2412.19437"
+    ),
+    "cyclic_mp": Preset(
+        "cyclic", "shared", "freshest", "none", "CDP with model parallelism, arXiv 2403.08837"
+    ),
+    "cyclic_pipeline": Preset(
+        "cyclic", "pipelined", "freshest", "none", "CDP as a pipeline, arXiv 2403.08837"
     ),
     "pipedream": Preset("cyclic", "pipelined", "stashed", "none", "PipeDream, SOSP 2019"),
     "pipedream_2bw": Preset(
@@ -178,6 +178,16 @@ def check_group_size(group_size: int, num_workers: int) -> None:
             "workers, "
             f"so allowed: {', '.join(map(str, allowed))}; use group_size={nearest}"
         )
+
+
+def schedules_of(placement: str) -> list[str]:
+    """List the schedules under which a placement gives no worker two actions where one fits."""
+    return [name for name, schedule in SCHEDULES.items() if placement in schedule.placements]
+
+
+def presets_of(*placements: str) -> tuple[str, ...]:
+    """List the presets that place stages so, the plainest first."""
+    return tuple(name for name, preset in PRESETS.items() if preset.placement in placements)
 
 
 def default_num_stages(schedule: str, depth: int) -> int:

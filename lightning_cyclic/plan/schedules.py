@@ -33,6 +33,8 @@ class AbstractSchedule(ABC):
     spacing: Fraction = TWO_SLOTS
     depth: int = 1
 
+    placements: ClassVar[tuple[str, ...]] = ("pipelined", "single")
+    """Names of those under which no worker has two actions where one fits."""
     shape: ClassVar[str] = "block"
     """How the stages of a pipeline lie on workers that have several (placement.Pipelined)."""
     stages_per_worker: ClassVar[int] = 1
@@ -106,6 +108,8 @@ class Lockstep(AbstractSchedule):
         w1   0F1 1F1 1B1 0B1
     """
 
+    placements: ClassVar[tuple[str, ...]] = ("replicated", "single")
+
     @property
     def period(self) -> int:
         return 2 * self.num_stages
@@ -134,6 +138,8 @@ class Cyclic(AbstractSchedule):
     Source: Fournier and Oyallon, "Cyclic Data Parallelism for Efficient Parallelism of Deep
         Neural Networks", https://arxiv.org/abs/2403.08837.
     """
+
+    placements: ClassVar[tuple[str, ...]] = ("replicated", "pipelined", "shared", "single")
 
     @property
     def unit(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan.actions import Kind
-from lightning_cyclic.plan.presets import PLACEMENTS, WEIGHTS
+from lightning_cyclic.plan.presets import PLACEMENTS, WEIGHTS, schedules_of
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan import Plan
@@ -29,8 +29,9 @@ def check_fit(plan: Plan) -> None:
     _check_groups(plan)
     if problem := placement.misfit() or schedule.misfit():
         raise PlanError(problem)
-    if plan.schedule not in placement.schedules:
-        _refuse(plan, "schedule", placement.schedules)
+    fitting = schedules_of(plan.placement)
+    if plan.schedule not in fitting:
+        _refuse(plan, "schedule", fitting)
     if not weights.at_end_of_step and (placement.shape != "block" or schedule.splits):
         apart = placement.shape != "block"
         why = "has stages apart on a worker" if apart else "puts off gradients"
@@ -171,10 +172,11 @@ def _check_norms(plan: Plan) -> None:
 
 def _check_width(plan: Plan) -> None:
     """Refuse several replicas where the placement and schedule do not have them."""
-    if plan.replicas == 1 or plan.schedule in plan.axes.placement.wide_schedules:
+    is_wide = plan.axes.placement.may_be_wide and plan.schedule in schedules_of(plan.placement)
+    if plan.replicas == 1 or is_wide:
         return
-    places = [name for name, placement in PLACEMENTS.items() if placement.wide_schedules]
-    schedules = sorted({name for p in places for name in PLACEMENTS[p].wide_schedules})
+    places = [name for name, placement in PLACEMENTS.items() if placement.may_be_wide]
+    schedules = sorted({name for p in places for name in schedules_of(p)})
     raise PlanError(
         f"replicas={plan.replicas} does not fit placement {plan.placement!r} with schedule "
         f"{plan.schedule!r}; allowed with them: 1; use replicas=1, or placement "
