@@ -272,8 +272,11 @@ class Crew(AbstractCrew):
                 answers.append(ask())
 
         asking = threading.Thread(target=run, name="cyclic-asking", daemon=True)
-        with suppress(RuntimeError):  # no memory for a thread, which who fails is to say
+        try:
             asking.start()
+        except RuntimeError:  # no memory for a thread, which who fails is to say
+            run()
+        else:
             asking.join(0.1 if self._is_cut_off else limit_s)
             self._is_cut_off = asking.is_alive()
         return answers[0] if answers else None
