@@ -135,9 +135,9 @@ def longest_path(
                 places[w] = n + 1
             free[w] = end
             goes_on |= places[w] > begin
-    stuck = (order[place] for order, place in zip(orders, places, strict=True) if order[place:])
-    for cell in stuck:
-        _refuse_to_wait(cell, num_stages, middle, whole)
+    for order, place in zip(orders, places, strict=True):
+        if place < len(order):
+            _refuse_to_wait(order, place, num_stages, middle, whole)
     starts = [end - long if end > 0 else end for end, long in zip(ends, slots, strict=True)]
     return Times(starts, max(ends))
 
@@ -153,15 +153,26 @@ def _end_of_need(ends: list[int], cell: int, num_stages: int, middle: int) -> in
     return ends[cell + 1]  # the next stage's, which is behind that forward
 
 
-def _refuse_to_wait(cell: int, num_stages: int, middle: int, whole: int) -> NoReturn:
-    row, place = divmod(cell, middle)
-    i, j = divmod(place, num_stages)
-    kind = "FBW"[row] if whole == 1 else "FIW"[row]
+_SHOWN = 6  # cells before and behind
+
+
+def _refuse_to_wait(
+    order: Sequence[int], place: int, num_stages: int, middle: int, whole: int
+) -> NoReturn:
+    """Refuse an order, and draw the cells around the one that cannot run."""
+
+    def text(cell: int) -> str:
+        row, number = divmod(cell, middle)
+        i, j = divmod(number, num_stages)
+        return f"{j}{('FBW' if whole == 1 else 'FIW')[row]}{i}"
+
+    shown = [text(cell) for cell in order[max(0, place - _SHOWN) : place + _SHOWN + 1]]
+    before = len(" ".join(shown[: min(place, _SHOWN)]))
     raise PlanError(
-        f"in this order {j}{kind}{i} would wait for ever for what is behind "
+        f"in this order {text(order[place])} would wait for ever for what is behind "
         "it; allowed: orders in which each forward is behind that of the stage before, "
         "and each backward behind its forward and the backward of the next stage; run it "
-        "later"
+        f"later\n{' '.join(shown)}\n{' ' * (before + bool(before))}^"
     )
 
 

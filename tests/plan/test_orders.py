@@ -110,8 +110,8 @@ def test_what_is_split_has_halves_of_a_slot_each():
 @pytest.mark.parametrize(
     ("orders", "whole", "text"),
     [
-        ([[2, 0]], 1, "0B0 would wait for ever"),
-        ([[0, 4, 2], [1, 3, 5]], 2, "0W0 would wait for ever.*run it later"),
+        ([[2, 0]], 1, r"0B0 would wait for ever.*later\n0B0 0F0\n\^$"),
+        ([[0, 4, 2], [1, 3, 5]], 2, r"0W0 would wait .*later\n0F0 0W0 0I0\n    \^$"),
     ],
 )
 def test_orders_that_wait_for_ever_are_refused(orders, whole, text):
