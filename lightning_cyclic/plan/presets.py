@@ -195,6 +195,19 @@ def default_num_stages(schedule: str, depth: int) -> int:
     return max(1, depth) * SCHEDULES[schedule].stages_per_worker
 
 
+def plausible_depth(schedule: str, num_stages: int) -> int:
+    """Give workers of a replica that can share so many stages under a schedule: two, if they can.
+
+    Example:
+        >>> [plausible_depth(name, 8) for name in ("1f1b", "interleaved_1f1b", "zb_v")]
+        [2, 2, 4]
+    """
+    rule = SCHEDULES[schedule]
+    if rule.shape == "vee":  # of which each has as many, and no others
+        return max(1, num_stages // rule.stages_per_worker)
+    return 1 if num_stages % 2 else 2
+
+
 def default_num_micro(axes: dict[str, str], num_stages: int, num_workers: int) -> int:
     """Give the micro-batches per update of one replica."""
     if PLACEMENTS[axes["placement"]].runs_whole_micro:

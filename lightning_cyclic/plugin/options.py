@@ -15,7 +15,7 @@ from torch import nn
 from lightning_cyclic.errors import ConfigurationError, PlanError, one_of
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.plan.placement import Shared
-from lightning_cyclic.plan.presets import AXES, default_num_stages
+from lightning_cyclic.plan.presets import AXES, default_num_stages, plausible_depth
 from lightning_cyclic.planner.candidates import DEFAULT_BANDWIDTH, DEFAULT_LATENCY
 from lightning_cyclic.plugin.checks import check_plan, is_stagewise
 from lightning_cyclic.plugin.clipping import CLIPPING
@@ -388,7 +388,7 @@ class Options:
         """Make a plan of plausible numbers, as the real ones may not be known yet."""
         num_stages = self.given_stages or (2 if self.num_microbatches else 4)
         numbers = {"single": 1, "replicated": self.num_microbatches or 2}
-        workers = self.replicas * (1 if num_stages % 2 else 2)  # which any placement can share
+        workers = self.replicas * plausible_depth(self._schedule, num_stages)
         return self.plan(num_stages, num_workers=numbers.get(self.plans_placement, workers))
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_cyclic import PRESETS, CyclicStrategy, PipelineStrategy
+from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import workers_per_host
 from lightning_cyclic.plugin.options import CHECKS, Options
@@ -69,3 +70,18 @@ def test_workers_of_a_host_are_a_group_where_there_are_several_hosts(
     assert planned(len(hosts), [*hosts]).group_size == size
     assert planned(len(hosts), [*hosts], group_size=1).group_size == 1
     assert planned(len(hosts), [*hosts], preset="lockstep_dp").group_size == 1
+
+
+@pytest.mark.parametrize("preset", ["1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_stages_may_be_many_before_it_is_known_how_many_workers_there_are(
+    preset: str, stages: int
+) -> None:
+    strategy = PipelineStrategy(preset, stages=stages, num_microbatches=4)
+    chosen = replace(strategy._chosen, num_workers=stages // 2)
+    assert chosen.plan(stages).num_workers == stages // 2
+
+
+def test_an_odd_number_of_stages_has_no_vee() -> None:
+    with pytest.raises(PlanError, match=r"num_stages=3 .*twice as many stages.*use num_stages=4"):
+        PipelineStrategy("zb_v", stages=3)
