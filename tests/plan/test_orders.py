@@ -93,6 +93,8 @@ def test_split_backwards_are_whole_in_the_end_and_bounded_in_between(
                 assert kinds in ([Kind.F, Kind.B], [Kind.F, Kind.I, Kind.W])
             gradients = [a.i for a in of_stage if a.kind in (Kind.B, Kind.W)]
             assert gradients == list(range(num_microbatches))
+        for a, b in pairwise(cells):  # a whole backward takes two slots
+            assert b.s >= a.s + 1 + (a.kind is Kind.B)
         if w > 0:  # and somebody waits
             continue
         halves = [(a, b) for a, b in pairwise(cells) if (a.kind, b.kind) == (Kind.I, Kind.W)]

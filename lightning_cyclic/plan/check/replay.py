@@ -38,6 +38,10 @@ from lightning_cyclic.plan.roles import version_readers
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
 
+# what would be alive for ever behind a flush
+_ARE_TAKEN = frozenset({
+    Datum.INPUT, Datum.GRAPH, Datum.WORK, Datum.OUTPUT_GRADIENT, Datum.TIED_GRADIENT, Datum.SUM,
+})  # fmt: skip
 _WITHOUT_FORM = frozenset({Payload.K, Payload.X})
 
 
@@ -324,6 +328,11 @@ class _Worker:
                 self._refuse(last, f"ends without version {t + 1} of stage {j}", "the last one")
         if not plan.axes.placement.runs_whole_micro:
             self._check_told(t, last)
+        for item in self._have:
+            if item[0] in _ARE_TAKEN:
+                what = str(item[0]).rpartition(".")[-1].lower().replace("_", " ")
+                numbers = ", ".join(map(str, item[1:]))
+                self._refuse(last, f"ends with {what} ({numbers}), which nobody takes", "none")
         for j in plan.relayed:
             if j in self._holds and (Datum.BUFFERS, t + 1, 0, j) not in self._have:
                 self._refuse(last, f"ends without the newest buffers of stage {j}", "these")

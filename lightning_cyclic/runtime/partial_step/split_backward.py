@@ -46,29 +46,29 @@ class Weights:
 
     def __init__(self) -> None:
         self._kinds: set[str] = set()  # of micro-batches, whose graphs have been looked at
-        self._allowed: dict[int, Tensor] | None = None
+        self._allowed: dict[int, Tensor] = {}
+        self._others: dict[int, Tensor] = {}  # that are used in another way, too
         self._put_off: set[int] = set()
 
     def are_known(self, kind: str) -> bool:
         return kind in self._kinds
 
     def __contains__(self, p: Tensor) -> bool:
-        return self._allowed is not None and id(p) in self._allowed
+        return id(p) in self._allowed
 
-    def note(self, kind: str, pure: Mapping[int, Tensor]) -> None:
-        """Note the weights that are used in pieces alone, in micro-batches of a kind.
+    def note(self, kind: str, pure: Mapping[int, Tensor], others: Mapping[int, Tensor]) -> None:
+        """Note the weights that pieces alone use in micro-batches of a kind, and all others.
 
         Raises:
-            StepError: one of those that have been put off is not among them.
+            StepError: gradients of one of the others have been put off.
         """
         self._kinds.add(kind)
-        if self._allowed is None:
-            self._allowed = dict(pure)
-        for n, p in list(self._allowed.items()):
-            if n not in pure:
-                if n in self._put_off:
-                    _refuse_other_use(p)
-                del self._allowed[n]
+        self._others.update(others)
+        for n, p in others.items():
+            if n in self._put_off:
+                _refuse_other_use(p)
+            self._allowed.pop(n, None)
+        self._allowed.update({n: p for n, p in pure.items() if n not in self._others})
 
     def put_off(self, weights: Iterable[Tensor]) -> None:
         self._put_off |= {id(p) for p in weights}
@@ -137,8 +137,9 @@ class Pieces:
                     edges[id(p)] += 1
                 todo.append(following)
         pure = {n: p for n, p in self._named.items() if edges[n] <= self._used[n]}
-        self._weights.note(self._kind, pure)
-        return [p for n, p in found.items() if n not in pure]
+        others = {n: p for n, p in found.items() if n not in pure}
+        self._weights.note(self._kind, pure, others)
+        return list(others.values())
 
     @contextmanager
     def first_half(self) -> Iterator[None]:

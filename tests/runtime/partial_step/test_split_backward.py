@@ -299,6 +299,23 @@ def test_a_kind_that_uses_a_weight_otherwise_before_any_is_put_off_has_it_whole(
     assert not pieces.put_off
 
 
+def test_a_kind_that_uses_other_weights_puts_off_both() -> None:
+    modules = [nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 3)]
+    weights, x = Weights(), torch.randn(3, WIDTH)
+    for kind in "aabbab":
+        module = modules[kind == "b"]
+        pieces = Pieces(weights, kind)
+        is_first = pieces.looks
+        with pieces.cut_out():
+            y = module(x)
+        if is_first:
+            assert pieces.look_at([y]) == []
+        with pieces.first_half():
+            y.sum().backward()
+        pieces.second_half([])
+        assert len(pieces.put_off) == (0 if is_first else 2)
+
+
 def test_gradients_of_gradients_are_refused() -> None:
     module, x = Layers(), torch.randn(3, WIDTH, requires_grad=True)
     y, _ = forward(module, x, looked_at(module))
