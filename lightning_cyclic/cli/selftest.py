@@ -33,7 +33,7 @@ _SAID = {
     "edges": "by channel",
     "host_staged": "through the host",
 }
-_ROW = "{:<16}{:>8}  {:<17}{:>6}  {:<15}{:<11}{:>8}"
+_ROW = "{:<17}{:>7}  {:<17}{:>6}  {:<15}{:<11}{:>8}"
 
 
 class Place(NamedTuple):

@@ -68,6 +68,7 @@ class Trial:
         backend: of the process group. [Lightning's choice]
         precision: of all trials that are compared, whose bits are the same for any number of
             workers.
+        num_stages: of the module, also where Lightning trains it. [as many as the preset has]
     """
 
     preset: str
@@ -79,6 +80,11 @@ class Trial:
     backend: str | None = None
     route: Route = "auto"
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    num_stages: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.num_stages:
+            object.__setattr__(self, "num_stages", self._stages_of_preset())
 
     @property
     def num_microbatches(self) -> int:
@@ -86,8 +92,7 @@ class Trial:
             return self.size
         return 1 if self.preset in _STEP_BY_STEP else max(_LEAST_MICRO, self.size)
 
-    @property
-    def num_stages(self) -> int:
+    def _stages_of_preset(self) -> int:
         if self.preset not in PRESETS:
             return self.size
         preset = PRESETS[self.preset]

@@ -30,7 +30,7 @@ from lightning_cyclic.plugin.strategy import PlannedStrategy
 from lightning_cyclic.registration import make_strategy
 
 NUM_MICRO = 4
-_ROW = "{:<16}{:<11}{:>16}{:>9}   {}"
+_ROW = "{:<18}{:<11}{:>14}{:>9}   {}"
 _STEP_BY_STEP = frozenset(
     name for name, preset in PRESETS.items() if preset.weights in ("stashed", "predicted")
 )

@@ -148,6 +148,8 @@ def test_all_presets_that_run_are_tried_and_some_alone() -> None:
     alone = {given.preset for given, expected in pairs if not expected.preset}
     flushed = {"gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"}
     assert alone == flushed | {"lockstep_dp"}
+    # what is compared is of one module
+    assert all(given.num_stages == expected.num_stages for given, expected in pairs)
 
 
 @pytest.mark.parametrize(
