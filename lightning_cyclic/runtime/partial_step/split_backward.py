@@ -91,7 +91,7 @@ class Pieces:
         self._kind = kind
         self._used: Counter[int] = Counter()  # how often, in calls that can be pieces
         self._named: dict[int, nn.Parameter] = {}
-        self._outputs: list[Tensor] = []
+        self._outputs: list[GradientEdge] = []  # and not what they are, which nobody needs
         self._gradients: list[Tensor] = []
         self._thread = threading.get_ident()
         self._hooks: Any = None
@@ -160,7 +160,7 @@ class Pieces:
             if p.grad is not grad or (grad is not None and grad._version != version):
                 _refuse_other_use(p)
 
-    def note(self, output: Tensor, gradient: Tensor) -> None:
+    def note(self, output: GradientEdge, gradient: Tensor) -> None:
         self._outputs.append(output)
         self._gradients.append(gradient)
 
@@ -206,6 +206,19 @@ def _refuse_other_use(p: Tensor) -> NoReturn:
         " which a split backward does not support; allowed: steps that use weights in one way; "
         "use strategy='1f1b'"
     )
+
+
+def edge_of(x: Tensor) -> GradientEdge:
+    """Return where the gradient of a tensor enters its graph, which lives as long as the edge."""
+    node = x.grad_fn
+    if node is None:
+        return get_gradient_edge(x)
+    # the node of a Function of the user's is the tensor's own, and torch 2.6 lets it go with it
+    if isinstance(node, torch._C._FunctionBase):
+        with torch.enable_grad():
+            x = x.view_as(x)
+        return get_gradient_edge(x)
+    return GradientEdge(node, x.output_nr)
 
 
 _pieces: Pieces | None = None  # of the forward that runs
@@ -260,7 +273,7 @@ class _Piece(torch.autograd.Function):
         found = {id(x): x.detach().requires_grad_() for x in given}
         with torch.enable_grad():
             output = inside(lambda x: found.get(id(x), x))
-        ctx.pieces, ctx.found, ctx.output = pieces, list(found.values()), output
+        ctx.pieces, ctx.found, ctx.output = pieces, list(found.values()), edge_of(output)
         return output.detach()
 
     @staticmethod

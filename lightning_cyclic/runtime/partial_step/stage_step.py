@@ -43,7 +43,7 @@ from lightning_cyclic.runtime.partial_step.packets import Gradients, Lesson, Pac
 from lightning_cyclic.runtime.partial_step.passage import Entry, Habit, Habits, Passage
 from lightning_cyclic.runtime.partial_step.run import Run
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
-from lightning_cyclic.runtime.partial_step.split_backward import Pieces, Weights
+from lightning_cyclic.runtime.partial_step.split_backward import Pieces, Weights, edge_of
 from lightning_cyclic.runtime.partial_step.tape import Delivery
 from lightning_cyclic.runtime.partial_step.versions import Version, Versions
 from lightning_cyclic.runtime.randomness import Randomness
@@ -301,7 +301,7 @@ class StageStep:
 
     def _keep(self, a: Action, cell: _Cell, run: Run, entry: Entry, output: Any) -> None:
         cell.entry = entry
-        cell.edges = {h: _edge_of(x) for h, x in run.record.captured.items() if x.requires_grad}
+        cell.edges = {h: edge_of(x) for h, x in run.record.captured.items() if x.requires_grad}
         entry.values = {}
         if run.target == self._plan.num_stages - 1 and not self._skips(output):
             cell.loss = loss_of(output)
@@ -473,19 +473,6 @@ class StageStep:
         shown = {n: q for version in cell.versions for n, q in version.items()}
         lent = self._ownership.lent(j)
         return [(shown.get(name, p), tied[name]) for name, p in lent if name in tied]
-
-
-def _edge_of(x: Tensor) -> GradientEdge:
-    """Return where the gradient of a tensor enters its graph, which lives as long as the edge."""
-    node = x.grad_fn
-    if node is None:
-        return get_gradient_edge(x)
-    # the node of a Function of the user's is the tensor's own, and torch 2.6 lets it go with it
-    if isinstance(node, torch._C._FunctionBase):
-        with torch.enable_grad():
-            x = x.view_as(x)
-        return get_gradient_edge(x)
-    return GradientEdge(node, x.output_nr)
 
 
 def _run_backward(roots: tuple[Any, ...], grads: tuple[Tensor, ...]) -> None:

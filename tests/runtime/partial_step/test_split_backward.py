@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,6 +193,32 @@ def test_halves_add_up_to_the_whole_bit_for_bit(
     for x, grad in zip((*trained, *xs), expected, strict=True):
         assert (x.grad is None) is (grad is None)  # tokens have none
         assert x.grad is None or torch.equal(x.grad, grad)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what the process has from /proc")
+def test_outputs_are_not_kept() -> None:
+    """Make outputs that are much larger than inputs and weights."""
+    module = nn.Sequential(nn.Linear(1, 4096), nn.Threshold(0.0, 0.0), nn.Linear(4096, 1))
+    x, weights = torch.randn(4096, 1), Weights()
+    forward(module, x[:2], weights)
+
+    def kept() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def step() -> int:
+        y, pieces = forward(module, x, weights)
+        with pieces.first_half():
+            y.sum().backward()
+        del y
+        found = kept()
+        pieces.second_half([])
+        return found
+
+    step()
+    before, size = kept(), 4 * 4096 * 4096
+    # the input of the second layer, and the gradient of the first one's output; not that, too
+    assert step() - before < 2.5 * size
 
 
 def test_only_what_weights_need_is_kept_between_the_halves() -> None:
