@@ -102,15 +102,17 @@ class Pieces:
         global _pieces  # noqa: PLW0603  (functions of torch are looked up by name, on any path)
         self._hooks = _top_saved_tensors_default_hooks(False)
         before, _pieces = _pieces, self
-        for module, name in _SPLIT:
-            setattr(module, name, _CUT[name])
+        if before is None:
+            for module, name in _SPLIT:  # as they are now: others may have changed them
+                _original[name] = getattr(module, name)
+                setattr(module, name, _CUT[name])
         try:
             yield
         finally:
             _pieces = before
             if before is None:
                 for module, name in _SPLIT:
-                    setattr(module, name, _ORIGINAL[name])
+                    setattr(module, name, _original[name])
 
     def look_at(self, roots: Sequence[Any]) -> list[Tensor]:
         """Find the weights that nothing but pieces uses, in the first graph of its kind.
@@ -132,7 +134,8 @@ class Pieces:
                 continue
             seen.add(node)
             for following, _ in node.next_functions:
-                if (p := getattr(following, "variable", None)) is not None:
+                p = getattr(following, "variable", None)
+                if isinstance(p, nn.Parameter):  # and not what enters the stage
                     found[id(p)] = p
                     edges[id(p)] += 1
                 todo.append(following)
@@ -228,11 +231,12 @@ def _is_weight(x: Tensor) -> bool:
     return isinstance(x, nn.Parameter) and x.requires_grad
 
 
-def _cut(original: Callable[..., Any]) -> Callable[..., Any]:
+def _cut(name: str) -> Callable[..., Any]:
     """Let a function of torch be a piece where it is called with weights."""
 
-    @wraps(original)
+    @wraps(_original[name])
     def call(*args: Any, **kwargs: Any) -> Any:
+        original = _original[name]
         if torch.compiler.is_compiling() or _pieces is None:
             return original(*args, **kwargs)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -259,8 +263,9 @@ def _none(like: Tensor) -> Tensor:
     return torch.empty(0, device=like.device, requires_grad=True)
 
 
-_ORIGINAL = {name: getattr(module, name) for module, name in _SPLIT}
-_CUT = {name: _cut(original) for name, original in _ORIGINAL.items()}
+_original: dict[str, Any] = {name: getattr(module, name) for module, name in _SPLIT}
+# always the same, so that what torch.compile has made of their callers stays valid
+_CUT = {name: _cut(name) for _, name in _SPLIT}
 
 
 class _Piece(torch.autograd.Function):

@@ -368,6 +368,27 @@ def test_a_step_may_ask_for_gradients_of_activations_itself() -> None:
     )
 
 
+def test_what_enters_a_stage_is_no_weight() -> None:
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    pieces = Pieces(Weights())
+    with pieces.cut_out():
+        y = Layers()(x.tanh()) + x
+    assert [p.shape for p in pieces.look_at([y])] == [(WIDTH,), (WIDTH,)]  # of the norm
+
+
+def test_functions_that_others_have_changed_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, seen, linear = Layers(), torch.randn(3, WIDTH), list[Any](), functional.linear
+
+    def theirs(*args: Any) -> Tensor:
+        seen.append(args)
+        return linear(*args)
+
+    monkeypatch.setattr(functional, "linear", theirs)
+    two_halves(module, [x, x], [torch.ones(3, WIDTH)] * 2)
+    assert len(seen) == 4
+    assert functional.linear is theirs
+
+
 def test_functions_of_torch_are_as_before() -> None:
     before = functional.linear
     with Pieces(Weights()).cut_out(), pytest.raises(TypeError):
