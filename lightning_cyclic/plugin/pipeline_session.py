@@ -97,9 +97,9 @@ class CutFinder:
         return wanted
 
     def _demands(self, num_stages: int) -> Demands | None:
-        """Return what the plan asks of the worker of each stage, where each has one in training.
+        """Return what the plan asks of the worker of each stage in training.
 
-        Workers that take turns, or have several stages, keep what no single stage decides.
+        Workers that take turns keep what no single stage decides.
         """
         options = self._options
         if self._state_per_param is None or options.plans_placement != "pipelined":

@@ -23,7 +23,7 @@ from lightning_cyclic.planner.copies import steps_to_count
 from lightning_cyclic.planner.partition import Fits, Pieces, balance_between, cut_row
 from lightning_cyclic.planner.stages import Stages
 from lightning_cyclic.runtime.stages.places import CutPoints, Load, Place
-from lightning_cyclic.simulate.costs import BACKWARD_PER_FORWARD, Network
+from lightning_cyclic.simulate.costs import BACKWARD_PER_FORWARD, Costs, Network
 from lightning_cyclic.simulate.memory import KINDS, Memory, memory
 
 _NS_PER_S = 1e9
@@ -34,20 +34,32 @@ class Demands:
     """Say what a stage takes, by its number and its load.
 
     Args:
-        copies: that the worker of each stage keeps, of each kind.
+        copies: that the worker of each stage keeps of it, of each kind.
         forwards: that forward and backward take as long as.
+        homes: the worker of each stage. [each has its own]
     """
 
-    def __init__(self, copies: Sequence[Memory], *, forwards: float, network: Network) -> None:
+    def __init__(
+        self,
+        copies: Sequence[Memory],
+        *,
+        forwards: float,
+        network: Network,
+        homes: Sequence[int] | None = None,
+    ) -> None:
         self._copies = tuple(copies)
         self._forwards = forwards
+        self._homes = homes or range(len(copies))
+        # If no stage has more than its share of a worker's memory, by the copies of it that are
+        # kept, all of them together fit.
+        self._shares = [copy.total / self._of_worker(w) for copy, w in self._each()]
         self.network = network
 
     @classmethod
     def of(
         cls, plan: Plan, *, again: bool, network: Network, state_per_param: float
     ) -> Self | None:
-        """Count the copies along a plan's programs; None where workers have several stages.
+        """Count the copies along a plan's programs; None where workers take turns with stages.
 
         Args:
             plan: with as many stages as are asked for.
@@ -55,22 +67,29 @@ class Demands:
             network: the links between workers.
             state_per_param: bytes of optimizer state per byte of parameters.
         """
-        homes = [plan.axes.placement.workers_of(j) for j in range(plan.num_stages)]
-        if len({w for home in homes for w in home}) < sum(map(len, homes)):
+        if plan.axes.placement.takes_turns:
             return None
+        homes = [plan.axes.placement.workers_of(j) for j in range(plan.num_stages)]
+        has_several = len({w for home in homes for w in home}) < sum(map(len, homes))
         steps = steps_to_count(plan.num_stages, max(1, plan.num_microbatches // plan.replicas))
-        workers = memory(
-            replace(plan, num_steps=steps),
-            Stages.alike(plan.num_stages).costs(),
-            remat=again,
-            state_per_param=state_per_param,
-        )
-        copies = (
-            Memory(**{kind: max(getattr(workers[w], kind) for w in home) for kind in KINDS})
-            for home in homes
-        )
+        shown = replace(plan, num_steps=steps)
+
+        def counted(costs: Costs) -> tuple[Memory, ...]:
+            return memory(shown, costs, remat=again, state_per_param=state_per_param)
+
+        if not has_several:
+            found = [counted(Stages.alike(plan.num_stages).costs())] * plan.num_stages
+            sent = found
+        else:  # of each stage by itself, though not all are at their most at once
+            found = [counted(_bytes_of(j, plan.num_stages)) for j in range(plan.num_stages)]
+            sent = [*found[1:], found[0]]  # a stage has gradients of what enters the next
+        of_kind = {kind: sent if kind == "returns" else found for kind in KINDS}
+        copies = [
+            Memory(**{k: max(getattr(x[j][w], k) for w in home) for k, x in of_kind.items()})
+            for j, home in enumerate(homes)
+        ]
         forwards = 1 + BACKWARD_PER_FORWARD + again
-        return cls(tuple(copies), forwards=forwards, network=network)
+        return cls(copies, forwards=forwards, network=network, homes=[w for w, *_ in homes])
 
     @classmethod
     def of_forward(cls, num_stages: int) -> Self:
@@ -95,12 +114,28 @@ class Demands:
             sent_bytes: that it sends to the next.
         """
         copies = self._copies[j]
-        return (
+        kept = (
             copies.of_parameters * load.parameter_bytes
             + copies.activations * load.activation_bytes
             + copies.inputs * load.crossing_bytes
             + copies.returns * sent_bytes
         )
+        return kept / self._shares[j]
+
+    def _each(self) -> Iterator[tuple[Memory, int]]:
+        return zip(self._copies, self._homes, strict=True)
+
+    def _of_worker(self, w: int) -> float:
+        return sum(copy.total for copy, home in self._each() if home == w)
+
+
+def _bytes_of(j: int, num_stages: int) -> Costs:
+    """Let one stage alone have bytes, one of each kind."""
+    one = tuple(float(k == j) for k in range(num_stages))
+    none = (0.0,) * num_stages
+    return Costs(
+        forward_s=none, backward_s=none, param_bytes=one, cut_bytes=one, activation_bytes=one
+    )
 
 
 def best_places(
