@@ -70,6 +70,11 @@ class Weights:
             self._allowed.pop(n, None)
         self._allowed.update({n: p for n, p in pure.items() if n not in self._others})
 
+    def look_again(self, kind: str, weights: Iterable[Tensor]) -> None:
+        """Let the next micro-batch show more, if weights are new: unfrozen, or of another task."""
+        if any(id(p) not in self._allowed and id(p) not in self._others for p in weights):
+            self._kinds.discard(kind)
+
     def put_off(self, weights: Iterable[Tensor]) -> None:
         self._put_off |= {id(p) for p in weights}
 
@@ -80,7 +85,7 @@ class Pieces:
 
     Args:
         weights: of the stage.
-        kind: of the micro-batch; of the first of a kind nothing is put off.
+        kind: of the micro-batch, whatever its sizes; of the first of a kind nothing is put off.
     """
 
     def __init__(self, weights: Weights, kind: str = "") -> None:
@@ -185,15 +190,18 @@ class Pieces:
     def takes(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether a call on these can be a piece."""
         weights = [x for x in tensors if _is_weight(x)]
-        return (
+        may_be = (
             any(p.dim() > 1 for p in weights)
-            and (self.looks or all(p in self._weights for p in weights))
             and threading.get_ident() == self._thread
             and torch.is_grad_enabled()
             and not torch._C._len_torch_function_stack()  # nobody looks on: not between modules
             and _top_saved_tensors_default_hooks(False) == self._hooks  # nor leads autograd
             and peek_interpreter_stack() is None
         )
+        if may_be and not self.looks and not all(p in self._weights for p in weights):
+            self._weights.look_again(self._kind, weights)
+            return False
+        return may_be
 
     def use(self, tensors: Sequence[Tensor]) -> None:
         """Note the weights of a piece."""
@@ -240,7 +248,7 @@ def _cut(name: str) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or _pieces is None:
             return original(*args, **kwargs)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        if not _pieces.takes(tensors) or kwargs.get("sparse") or kwargs.get("out") is not None:
+        if not _pieces.takes(tensors):
             return original(*args, **kwargs)
         _pieces.use(tensors)
         if _pieces.looks:

@@ -238,7 +238,7 @@ class StageStep:
         is_first = a.kind is Kind.F and (not self._training or self._is_run_again(a))
         if is_first or not self._plan.axes.schedule.is_split(a.i, a.j):
             return _NOTHING
-        cell.pieces = Pieces(self._weights.setdefault(a.j, Weights()), self.kind_of(a))
+        cell.pieces = Pieces(self._weights.setdefault(a.j, Weights()), self._of(a).family)
         return cell.pieces.cut_out()
 
     def _new_run(

@@ -345,6 +345,21 @@ def test_a_kind_that_uses_other_weights_puts_off_both() -> None:
         assert len(pieces.put_off) == (0 if is_first else 2)
 
 
+def test_a_weight_that_is_new_is_put_off_from_the_next_but_one_on() -> None:
+    module, x = Layers(), torch.randn(3, WIDTH)
+    module.second.requires_grad_(False)
+    weights, found = Weights(), []
+    for n in range(5):
+        module.second.requires_grad_(n > 1)
+        y, pieces = forward(module, x, weights)
+        with pieces.first_half():
+            y.sum().backward()
+        pieces.second_half([])
+        found.append(len(pieces.put_off))
+    # nothing of what shows something; the weight that is new is made at once, and is then seen
+    assert found == [0, 2, 2, 0, 3]
+
+
 def test_gradients_of_gradients_are_refused() -> None:
     module, x = Layers(), torch.randn(3, WIDTH, requires_grad=True)
     y, _ = forward(module, x, looked_at(module))
