@@ -26,7 +26,7 @@ from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.planner.candidates import Candidate, Problem, candidates
 from lightning_cyclic.planner.fit import Fit, Fitter, pace_s, paces_s
 from lightning_cyclic.planner.ring import quickest
-from lightning_cyclic.simulate.costs import Network
+from lightning_cyclic.simulate.costs import FIRST_HALF, Network
 from lightning_cyclic.simulate.engine import simulate
 from lightning_cyclic.simulate.units import show_bytes
 
@@ -150,7 +150,7 @@ def _with_ways_s(fit: Fit, network: Network) -> Iterator[float]:
     """
     candidate, costs = fit.candidate, fit.stages.costs(remat=fit.candidate.remat)
     of_each = candidate.num_microbatches // candidate.replicas
-    share = 0.5 if candidate.schedule.splits else 1.0  # of a backward that others wait for
+    share = FIRST_HALF if candidate.schedule.splits else 1.0  # of a backward that others wait for
     homes = [fit.plan.worker_of(0, j) for j in range(fit.plan.num_stages)]
     sent_s = [
         (network.latency_s + network.transfer_s(size)) * (a != b)
@@ -370,7 +370,8 @@ class _Search:
             bound_s = of_each * self._paces[key]
         if candidate.schedule.splits:  # but the first half of its backward
             through_s = sum(
-                u.forward_s * (1 + candidate.remat / 2) + u.backward_s / 2 for u in profile.units
+                u.forward_s + (u.forward_s * candidate.remat + u.backward_s) * FIRST_HALF
+                for u in profile.units
             )
         return max(bound_s, through_s) if candidate.has_flush else bound_s
 

@@ -15,6 +15,7 @@ from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 
 BACKWARD_PER_FORWARD = 2.0  # a backward makes two products where its forward makes one
+FIRST_HALF = 0.5  # of a backward that is split: one of those products is for the input
 
 
 _NONE_BY_DEFAULT = ("update_s", "cut_bytes", "buffer_bytes", "tied_bytes", "activation_bytes")
@@ -169,8 +170,10 @@ class Costs:
             return self.forward_s[action.j]
         if action.kind is Kind.B:
             return self.backward_s[action.j]
-        if action.kind in (Kind.I, Kind.W):  # a product of matrices each, where a forward has one
-            return self.backward_s[action.j] / 2
+        if action.kind is Kind.I:
+            return self.backward_s[action.j] * FIRST_HALF
+        if action.kind is Kind.W:
+            return self.backward_s[action.j] * (1 - FIRST_HALF)
         return self.update_s[action.j] if action.kind is Kind.UPDATE else 0.0
 
     def message_bytes(self, action: Action) -> float:
