@@ -35,6 +35,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.utils.data import DataLoader
 
+from lightning_cyclic.runtime.transport.crew import is_in_agent
+
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _POLL_S = 0.05
 _MAKES_STORE = "_create_c10d_store"
@@ -53,7 +55,7 @@ def apart_from_earlier_attempts() -> Iterator[None]:
     """Give the process group that the body makes a part of the agent's store for itself."""
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # not its function
     make = getattr(rendezvous, _MAKES_STORE)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not is_in_agent():
         yield
         return
 

@@ -30,7 +30,7 @@ pytestmark = [
 ]
 NUM_BATCHES, CUT_AT, LIMIT_S = 8, 3, 3.0
 MEETING_S = 5.0  # so that no step before it is late
-NAME = "lcn"
+NAME = "lcn" + os.environ.get("PYTEST_XDIST_WORKER", "")  # two of them may have a row each
 _NETWORK = 0x40000000  # CLONE_NEWNET of Linux
 
 

@@ -1,4 +1,4 @@
-"""A user's script that trains for minutes; test_orphans.py kills who started it.
+"""A user's script that trains for minutes; test_ends.py kills who started it.
 
 python -m tests.scripts.orphaned FOLDER PRESET
 """
@@ -32,7 +32,7 @@ class Slow(launched.Tiny):
         self.folder = folder
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        time.sleep(0.02)
+        time.sleep(0.6)  # so long that all look for words behind the end of the store
         (self.folder / str(os.getpid())).touch()
         return super().training_step(batch, batch_idx)
 

@@ -260,6 +260,8 @@ class Crew(AbstractCrew):
                     self._store.set(self._places[self.names.rank], self.waits)
                     answered = True
             except RuntimeError:  # it knows no words yet, or they are heeded already
+                if is_in_agent():  # all ranks may be alive, and stop behind the same step
+                    return
                 gone = "ended without a word of why\nLook at the log of rank 0."
                 self._heed(f"{self.names.of(0)} {gone}")
 
@@ -280,6 +282,11 @@ class Crew(AbstractCrew):
             asking.join(0.1 if self._is_cut_off else limit_s)
             self._is_cut_off = asking.is_alive()
         return answers[0] if answers else None
+
+
+def is_in_agent() -> bool:
+    """Say whether the store lives in torchrun's agent, which may end before rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 # ---------------------------------------------------------------------- waits for all ranks
