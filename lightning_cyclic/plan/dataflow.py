@@ -27,11 +27,10 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import COMPUTE, MAKE_GRADIENTS, Action, Kind, Payload
 from lightning_cyclic.plan.roles import (
     adds_at_once,
     first_that_counts,
@@ -252,7 +251,6 @@ _FIELDS = {
 _GO_AWAY = frozenset({Payload.A, Payload.G, Payload.W, Payload.S, Payload.T, Payload.H})
 _CARRY_NOTHING = frozenset({Payload.X, Payload.M})  # that an action reads
 
-_NO_MESSAGES = [kind for kind in Kind if kind not in (Kind.SEND, Kind.RECV)]
 _ROWS: dict[Kind, Callable[[Dataflow, Action], Flow]] = {
     Kind.F: Dataflow._forward,
     Kind.B: Dataflow._backward,
@@ -272,68 +270,61 @@ _ROWS: dict[Kind, Callable[[Dataflow, Action], Flow]] = {
 
 
 class Life(NamedTuple):
-    """Say from where to where in a program an item is kept: a half-open span of positions.
+    """Say from where to where in a program something of a stage is kept: half-open positions.
 
-    ``maker`` is the action that made or received it; None for what was given.
+    Args:
+        a: who made it, or read it first.
+        half: where the first half of a backward has read it, and left work in its place.
     """
 
-    item: Item
-    maker: Action | None
+    a: Action
     begin: int
+    half: int
     end: int
 
 
-def lives(program: Iterable[Action], kinds: frozenset[Datum]) -> Iterator[Life]:
-    """Yield how long each item of some kinds is kept along a worker's program.
+def activations(program: Iterable[Action]) -> Iterator[Life]:
+    """Yield what forwards of a worker leave: until their B, or W which has what I left.
 
-    From the action that makes it (-1: given), or the first that computes with it where it is
-    received, to the one that frees it, or to behind the last that reads it. An update replaces
-    the version before it in place where nothing reads that later. What is made and never read is
-    kept for its own action.
+    What no backward takes is kept for its own forward.
     """
-    flow, concerned = Dataflow(), _concerned_with(kinds)
-    found: dict[Item, Life] = {}
+    kept: dict[tuple[int, int | None, int], tuple[Action, int]] = {}
+    halves: dict[tuple[int, int | None, int], int] = {}
     for n, a in enumerate(program):
-        if (a.payload or a.kind) not in concerned:
+        cell = a.t, a.i, a.j
+        if a.kind is Kind.F:
+            kept[cell] = a, n
+        elif a.kind is Kind.I:
+            halves[cell] = n
+        elif a.kind in MAKE_GRADIENTS and cell in kept:
+            yield Life(*kept.pop(cell), halves.pop(cell, n), n)
+    yield from (Life(a, n, n + 1, n + 1) for a, n in kept.values())
+
+
+def versions(program: Iterable[Action]) -> Iterator[Life]:
+    """Yield how long a worker keeps versions: to behind the last that reads or sends one.
+
+    From the update that makes one, else from its first reader on, as what comes may replace the
+    one before; the first from the beginning on. An update replaces a version in place where
+    nobody reads it later.
+    """
+    found: dict[tuple[int, int], Life] = {}
+    came: set[tuple[int, int]] = set()
+    for n, a in enumerate(program):
+        if a.v is None or a.kind is Kind.W:
             continue
-        row = flow(a)
-        for item in row.reads:
-            if item[0] in kinds and (life := _read(found.get(item), item, n, a)) is not None:
-                found[item] = life
-        for item in row.makes:
-            if item[0] in kinds and (item not in found or a.kind is Kind.RECV):
-                if item in found:  # dropped in between, and received again
-                    yield found[item]
-                found[item] = Life(item, a, n, -1 if a.kind is Kind.RECV else n + 1)
-        for item in row.frees:
-            if item in found:
-                yield found.pop(item)._replace(end=n)
-    yield from (life for life in found.values() if life.end >= 0)
-
-
-@cache
-def _concerned_with(kinds: frozenset[Datum]) -> frozenset[Kind | Payload]:
-    """Name the rows of the table that have items of some kinds, without a plan."""
-    flow, found = Dataflow(), set()
-    for name in (*_NO_MESSAGES, *Payload):
-        ways = [name] if isinstance(name, Kind) else [Kind.SEND, Kind.RECV]
-        payload = None if isinstance(name, Kind) else name
-        rows = [flow(Action(kind=kind, payload=payload, t=0, j=0, i=0, v=0)) for kind in ways]
-        if any(item[0] in kinds for row in rows for items in row for item in items):
-            found.add(name)
-    return frozenset(found)
-
-
-def _read(life: Life | None, item: Item, n: int, a: Action) -> Life | None:
-    """Return the life of an item that is read; None where that does not count."""
-    if a.kind is Kind.SEND and (life is None or life.end < 0):
-        return None  # handed on as soon as it comes; needed later, or not at all
-    if life is None:
-        life = Life(item, None, -1, 0)
-    elif life.end < 0:  # received, and not needed before
-        life = life._replace(begin=n)
-    in_place = a.kind is Kind.UPDATE and item[0] is Datum.WEIGHTS
-    return life._replace(end=max(life.end, n) if in_place else n + 1)
+        item = a.j, a.v - (a.kind is Kind.UPDATE)
+        life = found.get(item) or Life(a, n if item[1] or item in came else -1, 0, 0)
+        if a.kind in COMPUTE or (a.kind is Kind.SEND and life.end):
+            found[item] = life._replace(end=n + 1)
+        elif a.kind is Kind.UPDATE:
+            found[item] = life._replace(end=max(life.end, n))
+            found.setdefault((a.j, a.v), Life(a, n, 0, n + 1))
+        elif a.kind in (Kind.FREE, Kind.RECV):  # it may come again
+            came.add(item)
+            if found.pop(item, None):
+                yield life._replace(end=n) if a.kind is Kind.FREE else life
+    yield from found.values()
 
 
 def peak(spans: Iterable[tuple[int, int, float]]) -> float:
@@ -358,22 +349,16 @@ def live_activations(program: Iterable[Action]) -> int:
         >>> live_activations(map(parse, ["0F0#0", "0F1#0", "0B0#0", "0B1#0"]))
         2
     """
-    graphs = lives(program, frozenset({Datum.GRAPH, Datum.WORK}))  # one behind the other
-    return int(peak((life.begin, life.end, 1) for life in graphs))
+    return int(peak((life.begin, life.end, 1) for life in activations(program)))
 
 
 def live_versions(program: Iterable[Action]) -> dict[int, int]:
     """Count, for each stage, the most versions that a worker must keep at once.
 
-    What is being received or made is counted only from its first reader on, as it may replace the
-    old one.
-
     Returns:
         Peak by stage; stages of which the program reads nothing are left out.
     """
     spans: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for life in lives(program, frozenset({Datum.WEIGHTS})):
-        _, j, _ = life.item
-        assert isinstance(j, int)
-        spans[j].append((life.begin, life.end, 1))
+    for life in versions(program):
+        spans[life.a.j].append((life.begin, life.end, 1))
     return {j: int(peak(found)) for j, found in spans.items()}

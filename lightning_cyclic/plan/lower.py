@@ -68,6 +68,11 @@ def window(plan: Plan) -> tuple[Actions, ...]:
     return shards(plan, receives(plan, lanes(plan, programs)))
 
 
+def computed(plan: Plan) -> tuple[Actions, ...]:
+    """List what each worker computes and updates: its steps, without messages and made soon."""
+    return updates(plan, _in_time(plan))
+
+
 def _in_time(plan: Plan) -> tuple[Actions, ...]:
     """List what each worker computes, in the order of the timetable."""
     one_by_one = not plan.axes.placement.overlaps

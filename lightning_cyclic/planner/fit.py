@@ -1,25 +1,24 @@
 """Fit a candidate into the memory of the workers: where its stages begin, and what each keeps.
 
 Stages of a pipeline keep different numbers of versions and micro-batches, so that the same units
-may fit into the last stage and not into the first. The numbers are counted on the program with
+may fit into the last stage and not into the first. The numbers are counted on the timetable with
 one byte of everything; then the cut is the fastest of those that fit, exactly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias, final
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.planner.candidates import Candidate, Problem
-from lightning_cyclic.planner.copies import Copies, Counter, Row, steps_to_count
 from lightning_cyclic.planner.partition import cut_row, row_of
 from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.planner.stages import Stages
 from lightning_cyclic.simulate.costs import Network
-from lightning_cyclic.simulate.memory import KINDS, Memory, memory
+from lightning_cyclic.simulate.memory import Memory, copies, memory, steps_to_count
 
 Kept: TypeAlias = Callable[[int, int, int], float]
 """Bytes that a worker keeps whose stage, by number, goes from one unit to before another."""
@@ -51,13 +50,7 @@ class Fitter:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._plans: dict[tuple[object, ...], Plan] = {}
-        states = problem.states
-        self._counter = Counter(
-            problem.slack,
-            states.optimizer,
-            gradient_per_param=states.gradient,
-            index_per_param=states.index,
-        )
+        self._counted: dict[tuple[object, ...], list[Memory]] = {}
 
     def fit(self, candidate: Candidate) -> Fit | None:
         """Cut the model for a candidate; None where no cut fits into memory.
@@ -99,12 +92,9 @@ class Fitter:
         return self._filled(candidate, Stages.of(profile, starts))
 
     def _plan(self, candidate: Candidate, tied: tuple[tuple[int, ...], ...] = ()) -> Plan:
-        num_steps = steps_to_count(candidate.num_stages, candidate.of_each)
-        key = (
-            candidate.preset, candidate.replicas, candidate.num_stages, candidate.num_microbatches,
-            candidate.ring, tied,
-        )  # fmt: skip
+        key = *_numbers(candidate), tied
         if key not in self._plans:
+            num_steps = steps_to_count(candidate.num_stages, candidate.of_each)
             self._plans[key] = candidate.plan(self._problem, num_steps=num_steps, tied=tied)
         return self._plans[key]
 
@@ -113,63 +103,48 @@ class Fitter:
         return Stages.even(profile, candidate.num_stages, together=candidate.runs_whole_micro)
 
     def _filled(self, candidate: Candidate, stages: Stages) -> Fit:
-        plan = self._plan(candidate, stages.tied)
-        if _has_one_stage_per_worker(plan):
-            found = _times(plan, self._copies(candidate), stages)
-        else:
-            costs = stages.costs()
-            found = memory(
-                self._plan(_full(candidate), stages.tied),
-                costs,
-                remat=candidate.remat,
-                state_per_param=self._problem.states.optimizer,
-                gradient_per_param=self._problem.states.gradient,
-                index_per_param=self._problem.states.index,
-            )
+        plan, states = self._plan(candidate, stages.tied), self._problem.states
+        found = memory(
+            plan, stages.costs(), remat=candidate.remat, state_per_param=states.optimizer,
+            gradient_per_param=states.gradient, index_per_param=states.index,
+        )  # fmt: skip
         return Fit(candidate=candidate, plan=plan, stages=stages, memory=found)
 
-    def _copies(self, candidate: Candidate) -> Copies:
-        return self._counter.copies(
-            candidate.preset,
-            candidate.num_stages,
-            candidate.of_each,
-            candidate.replicas,
-            remat=candidate.remat,
-        )
+    def _copies(self, candidate: Candidate) -> list[Memory]:
+        key, states = (*_numbers(candidate), candidate.remat), self._problem.states
+        if key not in self._counted:
+            self._counted[key] = copies(
+                self._plan(candidate), remat=candidate.remat, state_per_param=states.optimizer,
+                gradient_per_param=states.gradient, index_per_param=states.index,
+            )  # fmt: skip
+        return self._counted[key]
 
     def _kept(self, candidate: Candidate, profile: ModelProfile) -> Kept:
         """Say what a worker keeps of some units in a row, by its stage: of the replicas', most."""
-        copies = zip(*self._copies(candidate), strict=True)
-        counts = [_most(rows) for rows in copies]
-        units = profile.units
+        counts, units = self._copies(candidate), profile.units
         params = [0.0, *accumulate(unit.param_bytes for unit in units)]
         activations = [0.0, *accumulate(unit.activation_bytes for unit in units)]
         crossing = [*(unit.crossing_bytes for unit in units), 0.0]
 
         def kept(j: int, a: int, b: int) -> float:
-            copies = counts[j]
+            count = counts[j]
             shared = sum(
                 tie.bytes * max(sum(a <= u < b for u in tie.units) - 1, 0) for tie in profile.ties
             )
             return (
-                copies.of_parameters * (params[b] - params[a] - shared)
-                + copies.activations * (activations[b] - activations[a])
-                + copies.inputs * crossing[a]
-                + copies.returns * crossing[b]
+                count.of_parameters * (params[b] - params[a] - shared)
+                + count.activations * (activations[b] - activations[a])
+                + count.inputs * crossing[a]
+                + count.returns * crossing[b]
             )
 
         return kept
 
 
-def _full(candidate: Candidate) -> Candidate:
-    """Return a candidate with no more micro-batches than it takes to keep the most, if it flushes.
-
-    By then each worker runs a forward and a backward in turn, however many are to come.
-    """
-    if candidate.runs_whole_micro or not candidate.has_flush:
-        return candidate
-    enough = min(candidate.of_each, 2 * candidate.num_stages)
-    return replace(candidate, num_microbatches=enough * candidate.replicas)
+def _numbers(candidate: Candidate) -> tuple[object, ...]:
+    """Return what a plan depends on: not how large micro-batches are, nor what they keep."""
+    c = candidate
+    return c.preset, c.replicas, c.num_stages, c.num_microbatches, c.ring
 
 
 def _has_one_stage_per_worker(plan: Plan) -> bool:
@@ -177,34 +152,6 @@ def _has_one_stage_per_worker(plan: Plan) -> bool:
         return False
     homes = [w for j in range(plan.num_stages) for w in plan.axes.placement.workers_of(j)]
     return len(homes) == len(set(homes))
-
-
-def _most(rows: Sequence[Row]) -> Memory:
-    """Return the most that any replica keeps, of each kind."""
-    return Memory(**{
-        kind: max(values) for kind, values in zip(KINDS, zip(*rows, strict=True), strict=True)
-    })  # fmt: skip
-
-
-def _times(plan: Plan, copies: Copies, stages: Stages) -> tuple[Memory, ...]:
-    """Return what workers keep whose stage is their only one: copies times bytes.
-
-    A worker holds inputs of its own stage, and the gradients of what it sends to the next.
-    """
-    placement, replicas = plan.axes.placement, plan.replicas
-    outputs = [*stages.input_bytes[1:], 0.0]
-    found: dict[int, Memory] = {}
-    for j in range(plan.num_stages):
-        params, sent = stages.param_bytes[j], outputs[j]
-        sizes = {"activations": stages.activation_bytes[j], "inputs": stages.input_bytes[j],
-                 "returns": sent}  # fmt: skip
-        for q, w in enumerate(placement.workers_of(j)):
-            row = copies[0 if q == 0 else -1 if q == replicas - 1 else 1][j]
-            found[w] = Memory(**{
-                kind: count * sizes.get(kind, params)
-                for kind, count in zip(KINDS, row, strict=True)
-            })  # fmt: skip
-    return tuple(found[w] for w in range(plan.num_workers))
 
 
 def _least(profile: ModelProfile, plan: Plan) -> float:

@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 from typing import final
 
 from lightning_cyclic.plan.actions import MAKE_GRADIENTS, Action, Kind, Payload
-from lightning_cyclic.plan.dataflow import Datum, live_activations, live_versions, lives, peak
+from lightning_cyclic.plan.dataflow import live_activations, live_versions, peak, versions
 from lightning_cyclic.simulate.costs import Costs
 
 
@@ -77,13 +77,12 @@ def _worker(program: Sequence[Action], costs: Costs, t: int) -> WorkerAccount:
         messages[action.payload] += 1
         sent = costs.message_bytes(action)
         num_bytes[action.payload] = num_bytes.get(action.payload, 0) + sent
-    versions = list(lives(program, frozenset({Datum.WEIGHTS})))
-    stages = {life.item[1]: costs.param_bytes[int(str(life.item[1]))] for life in versions}
+    kept = ((x.begin, x.end, costs.param_bytes[x.a.j]) for x in versions(program))
     return WorkerAccount(
         sent_messages=messages,
         sent_bytes=num_bytes,
         versions=max(live_versions(program).values(), default=0),
-        param_bytes=peak((life.begin, life.end, stages[life.item[1]]) for life in versions),
+        param_bytes=peak(kept),
         activations=live_activations(program),
         updates=len({action.j for action in program if action.kind is Kind.UPDATE}),
     )

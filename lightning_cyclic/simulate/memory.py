@@ -1,4 +1,4 @@
-"""The memory of each worker, counted along its program.
+"""The memory of each worker, counted along what it does.
 
 What a worker keeps, and from when to when:
 
@@ -13,12 +13,13 @@ What a worker keeps, and from when to when:
     returns       the gradient of its outputs that B receives: G messages
     in_flight     buffers of sums that wait to come, are added to, or have not left yet
 
-Every number of copies comes from the program; the only formulas are products with bytes. Of
-workers that run whole micro-batches all is that of the moment with the most (below). Of
-others peaks of different kinds are added, though they need not fall on the same moment, and
-"gradients" has a buffer per stage for a sum that it receives, too; buffers are made once, so each
-counts from beginning to end. What lives within one forward or backward, copies of activations
-that have not left, and what the framework itself takes, are not counted.
+Every number of copies is counted; the only formulas are products with bytes. Of workers that run
+whole micro-batches all is that of the moment with the most (below). Of others the cells of the
+timetable and the updates tell enough; peaks of different kinds are added, though they need not
+fall on the same moment, and "gradients" has a buffer per stage for a sum that it receives, too;
+buffers are made once, so each counts from beginning to end. What lives within one forward or
+backward, copies of activations that have not left, and what the framework itself takes, are not
+counted.
 
 Workers that run whole micro-batches are followed along their programs:
 
@@ -40,22 +41,29 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias, final
 
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plan.actions import COMPUTE, MAKE_GRADIENTS, Action, Kind, Payload, Program
-from lightning_cyclic.plan.dataflow import Datum, Life, lives, peak
+from lightning_cyclic.plan.actions import (
+    COMPUTE,
+    GO_BACK,
+    MAKE_GRADIENTS,
+    Action,
+    Kind,
+    Payload,
+    Program,
+)
+from lightning_cyclic.plan.dataflow import activations, peak, versions
+from lightning_cyclic.plan.lower import computed
 from lightning_cyclic.plan.passes.updates import calls
-from lightning_cyclic.simulate.account import account
+from lightning_cyclic.plan.roles import adder, source_of_sum
 from lightning_cyclic.simulate.costs import Costs
 
-_ACTIVATIONS = frozenset({Datum.GRAPH, Datum.WORK})  # W frees what I has left
 _SUMS = (Payload.S, Payload.T)
 _GRADIENTS = (*_SUMS, Payload.H)
 _Posted: TypeAlias = Mapping[tuple[object, ...], int]  # a message -> slot of its receive
-_Span: TypeAlias = tuple[int, int, float]  # begin, end, bytes
 
 
 @final
@@ -124,154 +132,152 @@ def memory(
         >>> first.parameters, first.versions, first.activations, last.activations
         (10.0, 10.0, 200.0, 100.0)
     """
-    if plan.axes.placement.runs_whole_micro:
-        return tuple(
-            replace(of_worker, index=index_per_param * sum(costs.param_bytes))
-            for of_worker in _of_whole_micro(
-                plan, costs, remat, state_per_param, gradient_per_param
-            )
-        )
-    # one version of each stage that a worker runs is what it keeps as parameters
-    return tuple(
-        replace(of_worker, index=index_per_param * of_worker.parameters)
-        for of_worker in _of_stages(plan, costs, remat, state_per_param, gradient_per_param)
-    )
+    sizes = _Sizes(plan, costs, state_per_param, gradient_per_param, index_per_param)
+    count = sizes.at_once if plan.axes.placement.runs_whole_micro else sizes.of_each_kind
+    return tuple(count(w, found) for w, found in enumerate(spans(plan, remat=remat)))
 
 
-def _of_stages(
-    plan: Plan, costs: Costs, remat: bool, state_per_param: float, gradient_per_param: float
-) -> Iterator[Memory]:
-    params = costs.param_bytes
-    predicted = {j for j in range(plan.num_stages) if _looks_ahead(plan, j)}
-    workers = account(plan.programs, costs).workers
-    for program, counted in zip(plan.programs, workers, strict=True):
-        held = {a.j for a in program if a.kind is Kind.F}
-        updated = {a.j for a in program if a.kind is Kind.UPDATE}
-        one_of_each = sum(params[j] for j in held)
-        yield Memory(
-            parameters=one_of_each,
-            versions=counted.param_bytes - one_of_each + sum(params[j] for j in held & predicted),
-            gradients=gradient_per_param * _sums(program, params),
-            optimizer=state_per_param * sum(params[j] for j in updated),
-            activations=peak(_activation_spans(program, costs, remat)),
-            inputs=peak(_input_spans(program, costs, remat)),
-            returns=_returns(program, costs),
-            in_flight=0.0,
-        )
+def copies(
+    plan: Plan,
+    *,
+    remat: bool = False,
+    state_per_param: float = 2.0,
+    gradient_per_param: float = 1.0,
+    index_per_param: float = 0.0,
+) -> list[Memory]:
+    """Count the copies that workers of a pipeline keep of each stage, whatever else they have.
 
-
-def _of_whole_micro(
-    plan: Plan, costs: Costs, remat: bool, state_per_param: float, gradient_per_param: float
-) -> Iterator[Memory]:
-    """Follow each worker, and return what it has at the moment with the most."""
-    params = costs.param_bytes
-    for w, (program, found) in enumerate(zip(plan.programs, spans(plan), strict=True)):
-        owned = sum(size for j, size in enumerate(params) if plan.owner(j) == w)
-        is_sharded = plan.axes.sharding.gathers
-        one = owned if is_sharded else sum(params)
-        constant = {"optimizer": state_per_param * owned, "returns": 0.0}
-        places = len(program)
-        fetched, own, sums, older = (
-            _series(((x.begin, x.end, params[x.j]) for x in found if x.kind == kind), places)
-            for kind in ("fetched", "gradients", "sums", "versions")
-        )
-        if not is_sharded:  # each stage keeps as many buffers as it ever needs at once
-            sums, older = (
-                [sum(count * params[j] for j, count in most_at_once(found, kind).items())] * places
-                for kind in ("sums", "versions")
-            )
-        activations = _series(_activation_spans(program, costs, remat), places)
-        inputs = _series(_input_spans(program, costs, remat), places)
-        columns = (fetched, older, own, sums, activations, inputs)
-        yield max(
-            (
-                Memory(
-                    parameters=one + a, versions=o, gradients=gradient_per_param * g,
-                    in_flight=gradient_per_param * f, activations=x, inputs=i, **constant,
-                )
-                for a, o, g, f, x, i in zip(*columns, strict=True)
-            ),
-            key=lambda m: m.total,
-        )  # fmt: skip
-
-
-def _looks_ahead(plan: Plan, j: int) -> bool:
-    """Say whether forwards of a stage read predicted weights once the run is under way."""
-    return any(plan.horizon(plan.late_step, i, j) for i in range(plan.num_microbatches))
-
-
-def _activation_spans(program: Program, costs: Costs, remat: bool) -> Iterator[_Span]:
-    for life in lives(program, _ACTIVATIONS):
-        size = costs.activation_bytes[_stage(life)]
-        if remat and life.item[0] is Datum.GRAPH:  # while the forward runs, and again
-            yield life.begin, life.begin + 1, size
-            yield life.end, life.end + 1, size
-        else:
-            yield life.begin, life.end, size
-
-
-def _input_spans(program: Program, costs: Costs, remat: bool) -> Iterator[_Span]:
-    """Yield inputs from their forward to their backward.
-
-    What the stage before left on the same worker is among its activations, and an input of its
-    own only where these are not kept.
+    Returns:
+        Of each stage, those of the worker that has it and keeps most; "returns" are of what the
+        stage behind it receives.
     """
-    received = {(a.t, a.i, a.j) for a in program if a.kind is Kind.RECV and a.payload is Payload.A}
-    for life in lives(program, _ACTIVATIONS):
-        if remat or _stage(life) == 0 or life.item[1:] in received:
-            yield life.begin, life.end, costs.cut_bytes[_stage(life)]
-
-
-def _returns(program: Program, costs: Costs) -> float:
-    """Return the most bytes of received gradients that wait for their backward or are in it."""
-    return peak(
-        (life.begin, life.begin + 1, costs.cut_bytes[_stage(life) + 1])
-        for life in lives(program, frozenset({Datum.OUTPUT_GRADIENT}))
-        if life.maker is not None and life.maker.kind is Kind.RECV
+    ones = (1.0,) * plan.num_stages
+    costs = Costs(forward_s=ones, backward_s=ones, param_bytes=ones, cut_bytes=ones,
+                  activation_bytes=ones)  # fmt: skip
+    sizes = _Sizes(plan, costs, state_per_param, gradient_per_param, index_per_param)
+    kept: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
+    for w, found in enumerate(spans(plan, remat=remat)):
+        for x in found:
+            kept[x.j, w].append(x)
+    each = (
+        [astuple(sizes.of_each_kind(w, kept[j, w])) for w in plan.axes.placement.workers_of(j)]
+        for j in range(plan.num_stages)
     )
+    most = (map(max, zip(*rows, strict=True)) for rows in each)
+    return [Memory(**dict(zip(KINDS, row, strict=True))) for row in most]
 
 
-def _series(found: Iterable[_Span], places: int) -> list[float]:
-    """Return the bytes at each place of a program."""
-    changes = [0.0] * (places + 1)
-    for begin, end, size in found:
-        changes[max(begin, 0)] += size
-        changes[min(end, places)] -= size
-    return list(accumulate(changes))[:places]
+def steps_to_count(num_stages: int, of_each: int) -> int:
+    """Return the steps after which the workers of a pipeline have kept the most that they will.
 
-
-def _sums(program: Program, params: Sequence[float]) -> float:
-    """Return the bytes of the sums of gradients, own and received: the most of each stage."""
-    live: defaultdict[int, set[tuple[int, bool]]] = defaultdict(set)
-    most: dict[int, int] = {}
-    for a in program:
-        if a.kind in MAKE_GRADIENTS or (a.kind is Kind.RECV and a.payload in _SUMS):
-            live[a.j].add((a.t, a.kind is not Kind.RECV))
-        elif a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload in _SUMS):
-            live[a.j] -= {(a.t, True), (a.t, False)}
-        most[a.j] = max(most.get(a.j, 0), len(live[a.j]))
-    return sum(count * params[j] for j, count in most.items())
-
-
-def _stage(life: Life) -> int:
-    return int(str(life.item[3]))
+    Args:
+        of_each: micro-batches per step of each replica.
+    """
+    return 4 + -(-2 * num_stages // of_each)
 
 
 class Span(NamedTuple):
-    """Say what a stage has from where to where in a program: a half-open span of positions."""
+    """Say what a worker has of a stage from where to where: a half-open span of positions."""
 
-    kind: str  # "versions", "fetched", "gradients" or "sums"
+    kind: str
+    """"activations" or "inputs"; of workers that run whole micro-batches "versions", "fetched",
+    "gradients" or "sums", of others "weights", "gradients" or "returns"."""
     j: int
     begin: int
     end: int
 
 
-def spans(plan: Plan) -> tuple[tuple[Span, ...], ...]:
-    """Return what each worker has, besides one version of its own stages.
+@final
+class _Sizes:
+    """Turn spans into bytes."""
+
+    def __init__(
+        self, plan: Plan, costs: Costs, state: float, gradient: float, index: float
+    ) -> None:
+        self._plan = plan
+        self._params = costs.param_bytes
+        self._by_kind = {
+            "activations": costs.activation_bytes, "inputs": costs.cut_bytes,
+            "returns": (*costs.cut_bytes[1:], 0.0),  # gradients of what enters the next stage
+        }  # fmt: skip
+        self._state, self._gradient, self._index = state, gradient, index
+        cells = range(plan.num_microbatches)
+        self._predicted = [  # stages whose forwards look ahead, once the run is under way
+            any(plan.horizon(plan.late_step, i, j) for i in cells) for j in range(plan.num_stages)
+        ]
+
+    def of_each_kind(self, w: int, found: Sequence[Span]) -> Memory:
+        """Return the most of each kind."""
+        params, plan = self._params, self._plan
+        held = {x.j for x in found if x.kind == "activations"}
+        one_of_each = sum(params[j] for j in held)
+        predicted = sum(params[j] for j in held if self._predicted[j])
+        weights, activations, inputs, returns = (
+            peak((x.begin, x.end, self._size(x)) for x in found if x.kind == kind)
+            for kind in ("weights", "activations", "inputs", "returns")
+        )
+        return Memory(
+            parameters=one_of_each,
+            versions=weights - one_of_each + predicted,
+            gradients=self._gradient * self._buffers(found, "gradients"),
+            optimizer=self._state * sum(params[j] for j in held if plan.owner(j) == w),
+            activations=activations, inputs=inputs, returns=returns, in_flight=0.0,
+            index=self._index * one_of_each,
+        )  # fmt: skip
+
+    def at_once(self, w: int, found: Sequence[Span]) -> Memory:
+        """Return what a worker that runs whole micro-batches has at the moment with the most."""
+        places = 1 + max(x.end for x in found)
+        owned = sum(size for j, size in enumerate(self._params) if self._plan.owner(j) == w)
+        is_sharded = self._plan.axes.sharding.gathers
+        one = owned if is_sharded else sum(self._params)
+        kinds = "fetched", "versions", "gradients", "sums", "activations", "inputs"
+        columns = [self._series(found, kind, places) for kind in kinds]
+        if not is_sharded:  # each stage keeps as many buffers as it ever needs at once
+            for n in (1, 3):
+                columns[n] = [self._buffers(found, kinds[n])] * places
+        return max(
+            (
+                Memory(
+                    parameters=one + fetched, versions=older,
+                    gradients=self._gradient * own, optimizer=self._state * owned,
+                    activations=activations, inputs=inputs, returns=0.0,
+                    in_flight=self._gradient * sums, index=self._index * sum(self._params),
+                )
+                for fetched, older, own, sums, activations, inputs in zip(*columns, strict=True)
+            ),
+            key=lambda m: m.total,
+        )  # fmt: skip
+
+    def _size(self, x: Span) -> float:
+        return self._by_kind.get(x.kind, self._params)[x.j]
+
+    def _buffers(self, found: Iterable[Span], kind: str) -> float:
+        """Return the bytes of buffers that are made once: the most of each stage."""
+        most = most_at_once(found, kind)
+        return sum(count * self._params[j] for j, count in most.items())
+
+    def _series(self, found: Iterable[Span], kind: str, places: int) -> list[float]:
+        """Return the bytes at each place of a program."""
+        changes = [0.0] * places
+        for x in found:
+            if x.kind == kind:
+                changes[max(x.begin, 0)] += self._size(x)
+                changes[x.end] -= self._size(x)
+        return list(accumulate(changes))
+
+
+def spans(plan: Plan, *, remat: bool = False) -> tuple[tuple[Span, ...], ...]:
+    """Return what each worker has, of those that run whole micro-batches besides one version.
 
     Args:
-        plan: whose workers run whole micro-batches; of enough steps to be steady.
+        plan: of enough steps to be steady.
     """
+    if not plan.axes.placement.runs_whole_micro:
+        return tuple(
+            (*_of_stages(plan, cells, w), *_activations(plan, cells, w, remat))
+            for w, cells in enumerate(computed(plan))
+        )
     programs = plan.programs
     posted = {
         _message(a, a.peer, w): a.s
@@ -284,9 +290,55 @@ def spans(plan: Plan) -> tuple[tuple[Span, ...], ...]:
         (
             *_gradients(plan, program, leaving),
             *_weights(plan, program, leaving),
+            *_activations(plan, program, w, remat),
         )
-        for program, leaving in zip(programs, leavings, strict=True)
+        for w, (program, leaving) in enumerate(zip(programs, leavings, strict=True))
     )
+
+
+def _activations(plan: Plan, program: Program, w: int, remat: bool) -> Iterator[Span]:
+    """Yield what forwards leave, and inputs.
+
+    What the stage before left on the same worker is among its activations, and an input of its
+    own only where these are not kept.
+    """
+    for a, begin, half, end in activations(program):
+        if remat:  # while the forward runs, and from when it runs again
+            yield Span("activations", a.j, begin, begin + 1)
+        yield Span("activations", a.j, half if remat else begin, max(end, half + remat))
+        if remat or a.j == 0 or plan.worker_of(a.i or 0, a.j - 1, a.t) != w:
+            yield Span("inputs", a.j, begin, end)
+
+
+def _of_stages(plan: Plan, cells: Program, w: int) -> Iterator[Span]:
+    """Yield weights, gradients and what comes of them, of single stages."""
+    yield from (Span("weights", x.a.j, x.begin, x.end) for x in versions(cells))
+    begins: dict[int, int] = {}  # of steps
+    own: dict[tuple[int, int], tuple[int, int]] = {}  # step, stage -> from where to where
+    come: dict[tuple[int, int], int] = {}  # since when a sum of others is waited for
+    taken: dict[int, int] = {}  # behind where the last one was
+    for n, a in enumerate(cells):
+        key, is_update = (a.t, a.j), a.kind is Kind.UPDATE
+        begins.setdefault(a.t, n)
+        if a.kind in GO_BACK and _comes_back(plan, a, w):
+            yield Span("returns", a.j, n, n + 1)
+        if a.kind in MAKE_GRADIENTS:
+            own[key] = own.get(key, (n, n))[0], n + 1
+        elif is_update and key in own:
+            own[key] = own[key][0], n + 1
+        last = plan.num_microbatches - 1
+        if (a.kind in MAKE_GRADIENTS and source_of_sum(plan, a) is not None) or (
+            is_update and adder(plan, last, a.j, a.t) != w
+        ):
+            come.setdefault(key, max(begins[a.t], taken.get(a.j, 0)))
+            taken[a.j] = n + is_update  # a sum leaves behind that, when the next may come
+    yield from (Span("gradients", j, *span) for (_, j), span in own.items())
+    yield from (Span("gradients", j, n, own[t, j][1]) for (t, j), n in come.items())
+
+
+def _comes_back(plan: Plan, a: Action, w: int) -> bool:
+    """Say whether a worker receives the gradient that a backward begins with."""
+    return a.j + 1 < plan.num_stages and plan.worker_of(a.i or 0, a.j + 1, a.t) != w
 
 
 def _weights(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
@@ -298,7 +350,7 @@ def _weights(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
         yield from _older(plan, program, leaving)
 
 
-def most_at_once(found: tuple[Span, ...], kind: str) -> dict[int, int]:
+def most_at_once(found: Iterable[Span], kind: str) -> dict[int, int]:
     """Count the most buffers of a kind that each stage needs at once."""
     by_stage: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for x in found:

@@ -7,19 +7,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.plan.actions import Kind, Payload
+from lightning_cyclic.plan.actions import MAKE_GRADIENTS, Kind, Payload
 from lightning_cyclic.plan.dataflow import live_activations, live_versions
 from lightning_cyclic.planner import Stages
 from lightning_cyclic.simulate import Costs
 from lightning_cyclic.simulate.memory import (
     Span,
-    _looks_ahead,
+    copies,
     memory,
     most_at_once,
     spans,
+    steps_to_count,
 )
 
-PIPELINES = ("gpipe", "1f1b", "pipedream", "pipedream_2bw", "cyclic_pipeline", "pipeoptim")
+PIPELINES = (
+    "gpipe", "1f1b", "zb_h1", "pipedream", "pipedream_2bw", "cyclic_pipeline", "pipeoptim",
+)  # fmt: skip
+SUMS = (Payload.S, Payload.T)
+ONES = Stages.alike(8).costs()
+
+
+def _looks_ahead(plan, j):
+    cells = range(plan.num_microbatches)
+    return any(plan.horizon(plan.late_step, i, j) for i in cells)
 
 
 def counts(preset, num_stages, num_microbatches, *, remat=False, replicas=1):
@@ -57,16 +67,73 @@ def test_what_stages_of_a_pipeline_keep(preset, num_microbatches, weights, activ
     assert {worker.optimizer for worker in workers} == {2}
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.sampled_from(PIPELINES), st.integers(1, 5), st.integers(0, 6), st.booleans())
-def test_counts_are_those_of_the_program(preset, num_stages, more, remat):
-    plan, workers = counts(preset, num_stages, max(num_stages - 1, 1) + more, remat=remat)
-    for j, (worker, program) in enumerate(zip(workers, plan.programs, strict=True)):
-        assert worker.parameters + worker.versions == live_versions(program)[j] + _looks_ahead(
-            plan, j
-        )
-        assert worker.activations == (1 if remat else live_activations(program))
+def sums(program):
+    """Count on a program with its messages the buffers of gradients, own and received."""
+    live, most = {}, {}
+    for a in program:
+        each = live.setdefault(a.j, set())
+        if a.kind in MAKE_GRADIENTS or (a.kind is Kind.RECV and a.payload in SUMS):
+            each.add((a.t, a.kind is not Kind.RECV))
+        elif a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload in SUMS):
+            each -= {(a.t, True), (a.t, False)}
+        most[a.j] = max(most.get(a.j, 0), len(each))
+    return sum(most.values())
+
+
+def returned(program):
+    """Say whether gradients of outputs are received."""
+    return any(a.kind is Kind.RECV and a.payload is Payload.G for a in program)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(PIPELINES), st.integers(1, 5), st.integers(0, 6), st.sampled_from([1, 2, 3]),
+    st.booleans(),
+)  # fmt: skip
+def test_counts_are_those_of_the_program(preset, num_stages, more, replicas, remat):
+    """What cells and updates tell is what programs with all messages have."""
+    each = max(num_stages - 1, 1) + more
+    plan, workers = counts(preset, num_stages, each * replicas, remat=remat, replicas=replicas)
+    for w, (worker, program) in enumerate(zip(workers, plan.programs, strict=True)):
+        (j,) = {a.j for a in program if a.kind is Kind.F}
+        (most,) = live_versions(program).values()
+        assert worker.parameters + worker.versions == most + _looks_ahead(plan, j)
+        if not (remat and plan.axes.schedule.splits):  # what I leaves waits for W
+            assert worker.activations == (1 if remat else live_activations(program))
         assert worker.inputs == live_activations(program)
+        assert worker.gradients == sums(program)
+        assert worker.returns == returned(program)
+        assert worker.optimizer == 2 * (plan.owner(j) == w)
+    most = [
+        max(workers[w].total for w in plan.axes.placement.workers_of(j)) for j in range(num_stages)
+    ]
+    assert [copy.total for copy in copies(plan, remat=remat)] == most
+
+
+@pytest.mark.parametrize("preset", ["interleaved_1f1b", "zb_v", "dualpipe_v"])
+def test_copies_of_a_stage_are_counted_whatever_else_its_worker_has(preset):
+    plan = make_plan(preset, num_stages=8, num_workers=4, num_microbatches=12)
+    found = copies(plan)
+    for w, (worker, program) in enumerate(zip(memory(plan, ONES), plan.programs, strict=True)):
+        own = [j for j in range(8) if plan.worker_of(0, j) == w]
+        for j in own:
+            assert found[j].activations == live_activations(a for a in program if a.j == j)
+        # not all stages are at their most at once
+        assert worker.activations <= sum(found[j].activations for j in own)
+        assert worker.parameters == sum(found[j].parameters for j in own) == 2
+
+
+def test_copies_of_many_stages_are_counted_on_the_plan_itself():
+    assert [copy.activations for copy in copies_of("1f1b", 64)] == list(range(64, 0, -1))
+    assert {copy.activations for copy in copies_of("gpipe", 16)} == {64}
+
+
+def copies_of(preset, num_stages):
+    plan = make_plan(
+        preset, num_stages=num_stages, num_workers=num_stages, num_microbatches=64,
+        num_steps=steps_to_count(num_stages, 64), proved=False,
+    )  # fmt: skip
+    return copies(plan)
 
 
 def test_rematerialisation_keeps_inputs_and_one_forward():

@@ -19,12 +19,10 @@ from typing import Self, final
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.planner.copies import steps_to_count
 from lightning_cyclic.planner.partition import Fits, Pieces, balance_between, cut_row
-from lightning_cyclic.planner.stages import Stages
 from lightning_cyclic.runtime.stages.places import CutPoints, Load, Place
-from lightning_cyclic.simulate.costs import BACKWARD_PER_FORWARD, Costs, Network
-from lightning_cyclic.simulate.memory import KINDS, Memory, memory
+from lightning_cyclic.simulate.costs import BACKWARD_PER_FORWARD, Network
+from lightning_cyclic.simulate.memory import KINDS, Memory, copies, steps_to_count
 
 _NS_PER_S = 1e9
 
@@ -59,7 +57,7 @@ class Demands:
     def of(
         cls, plan: Plan, *, again: bool, network: Network, state_per_param: float
     ) -> Self | None:
-        """Count the copies along a plan's programs; None where workers take turns with stages.
+        """Count the copies that a plan's workers keep; None where they take turns with stages.
 
         Args:
             plan: with as many stages as are asked for.
@@ -69,27 +67,14 @@ class Demands:
         """
         if plan.axes.placement.takes_turns:
             return None
-        homes = [plan.axes.placement.workers_of(j) for j in range(plan.num_stages)]
-        has_several = len({w for home in homes for w in home}) < sum(map(len, homes))
         steps = steps_to_count(plan.num_stages, max(1, plan.num_microbatches // plan.replicas))
         shown = replace(plan, num_steps=steps)
-
-        def counted(costs: Costs) -> tuple[Memory, ...]:
-            return memory(shown, costs, remat=again, state_per_param=state_per_param)
-
-        if not has_several:
-            found = [counted(Stages.alike(plan.num_stages).costs())] * plan.num_stages
-            sent = found
-        else:  # of each stage by itself, though not all are at their most at once
-            found = [counted(_bytes_of(j, plan.num_stages)) for j in range(plan.num_stages)]
-            sent = [*found[1:], found[0]]  # a stage has gradients of what enters the next
-        of_kind = {kind: sent if kind == "returns" else found for kind in KINDS}
-        copies = [
-            Memory(**{k: max(getattr(x[j][w], k) for w in home) for k, x in of_kind.items()})
-            for j, home in enumerate(homes)
-        ]
-        forwards = 1 + BACKWARD_PER_FORWARD + again
-        return cls(copies, forwards=forwards, network=network, homes=[w for w, *_ in homes])
+        return cls(
+            copies(shown, remat=again, state_per_param=state_per_param),
+            forwards=1 + BACKWARD_PER_FORWARD + again,
+            network=network,
+            homes=[plan.worker_of(0, j) for j in range(plan.num_stages)],
+        )
 
     @classmethod
     def of_forward(cls, num_stages: int) -> Self:
@@ -127,15 +112,6 @@ class Demands:
 
     def _of_worker(self, w: int) -> float:
         return sum(copy.total for copy, home in self._each() if home == w)
-
-
-def _bytes_of(j: int, num_stages: int) -> Costs:
-    """Let one stage alone have bytes, one of each kind."""
-    one = tuple(float(k == j) for k in range(num_stages))
-    none = (0.0,) * num_stages
-    return Costs(
-        forward_s=none, backward_s=none, param_bytes=one, cut_bytes=one, activation_bytes=one
-    )
 
 
 def best_places(
