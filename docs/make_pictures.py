@@ -18,6 +18,7 @@ from textwrap import wrap
 from typing import NamedTuple
 
 from lightning_cyclic import Plan, make_plan
+from lightning_cyclic.plan import programs_of
 from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.simulate import Costs, Network, Result, lockstep, simulate
 
@@ -128,7 +129,7 @@ def overview() -> Canvas:
     _clock(canvas, 44, num_workers, _lockstep_bars(num_workers, one), one)
 
     plan = make_plan("cyclic_dp", num_stages=num_stages, num_workers=num_workers, num_steps=20)
-    result = simulate(plan.programs, costs, network)
+    result = simulate(programs_of(plan), costs, network)
     canvas.text(
         16, 222, "cyclic_dp: one worker behind the other, messages travel while all compute",
         size=16, weight="bold",

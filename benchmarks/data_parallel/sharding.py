@@ -49,6 +49,7 @@ from benchmarks.data_parallel.sharded_lockstep import best_step_s
 from benchmarks.data_parallel.sharded_lockstep import step_s as lockstep_step_s
 from benchmarks.rounds import quiet, result, spread, start
 from lightning_cyclic import make_plan
+from lightning_cyclic.plan import programs_of
 from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.whole_step.session import auto_stages
 from lightning_cyclic.simulate import (
@@ -233,7 +234,7 @@ def predicted_s(case: Case, name: str, compute_s: float, link: Link | None) -> f
         return lockstep_step_s(blocks, network, n, algorithm="ring", overlaps=overlaps)
     plan = plan_of(case, name)
     costs = Costs.even(plan.num_stages, compute_s=compute_s, model_bytes=num_bytes)
-    return simulate(plan.programs, costs, network, plan).step_s
+    return simulate(programs_of(plan), costs, network, plan).step_s
 
 
 def accounted_bytes(case: Case, name: str) -> float | None:
@@ -347,7 +348,7 @@ def report_table(args: argparse.Namespace) -> None:
 def _simulated(num_workers: int, num_stages: int, costs: Any) -> Callable[[Any], float]:
     """Return what simulates a step of cyclic_zero for a network; of 1024 workers in minutes."""
     plan = make_plan("cyclic_zero", num_stages=num_stages, num_workers=num_workers, num_steps=6)
-    programs = plan.programs
+    programs = programs_of(plan)
     return lambda network: simulate(programs, costs, network, plan).step_s
 
 

@@ -31,6 +31,7 @@ from benchmarks.pipeline.contenders import (
 )
 from benchmarks.pipeline.model import Case, cut_by_hand, loss_of
 from lightning_cyclic import Plan, make_plan
+from lightning_cyclic.plan import programs_of
 from lightning_cyclic.runtime.predict import guesses
 from lightning_cyclic.simulate import Costs, Network, simulate
 
@@ -197,7 +198,7 @@ def _of_round(case: Case, plan: Plan, workers: Sequence[Figures], again: float) 
         network = Network(
             latency_s=workers[0]["latency_s"], bandwidth_bytes_per_s=workers[0]["bytes_per_s"]
         )
-    return simulate(plan.programs, costs, network, plan).step_s
+    return simulate(programs_of(plan), costs, network, plan).step_s
 
 
 def num_cores() -> int:

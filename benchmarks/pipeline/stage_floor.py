@@ -30,6 +30,7 @@ from benchmarks.pipeline.stage_overhead import (
     times,
 )
 from lightning_cyclic import make_plan
+from lightning_cyclic.plan import program_of
 from lightning_cyclic.plan.actions import Kind
 
 SMOKE = ("--only", "mlp", "--rounds", "2")
@@ -87,7 +88,7 @@ def bare(model: Model, blocks: list[nn.Module]) -> Callable[[], Times]:
     run_f, run_b = forward.timed(stages.forward), backward.timed(torch.autograd.backward)
     last = stages.num_stages - 1
     plan = make_plan("1f1b", num_stages=last + 1, num_workers=1, num_microbatches=NUM_MICRO)
-    actions = [a for a in plan.program.step(0, 0) if a.kind in (Kind.F, Kind.B)]
+    actions = [a for a in program_of(plan).step(0, 0) if a.kind in (Kind.F, Kind.B)]
 
     def step() -> None:
         came: dict[tuple[Any, int], Tensor] = {}

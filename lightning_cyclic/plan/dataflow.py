@@ -28,9 +28,10 @@ import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 from lightning_cyclic.plan.actions import COMPUTE, MAKE_GRADIENTS, Action, Kind, Payload
+from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.roles import (
     adds_at_once,
     first_that_counts,
@@ -41,9 +42,6 @@ from lightning_cyclic.plan.roles import (
     stages_until,
     workers_of_later_users,
 )
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan.plan import Plan
 
 
 class Datum(enum.Enum):

@@ -1,23 +1,22 @@
 """Plan: one value of each axis plus the numbers; everything else about it is derived.
 
-    make_plan(...)  ->  Plan  ->  plan.program: what every worker does, step by step
+    make_plan(...)  ->  Plan  ->  program_of(plan): what every worker does, step by step
 
 A preset is only a name for four axis values. Who owns a stage, which version each forward reads,
-how late gradients are: all of it follows, from integers alone. Programs are made of plans by
-passes (lower.py), which a plan does not know.
+how late gradients are: all of it follows, from integers alone. A plan knows nothing of programs,
+which passes make of it (lower.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import product
-from typing import TYPE_CHECKING, final
+from typing import TypeVar, cast, final
 
 from lightning_cyclic.plan.actions import Action, Kind
-from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.clock import ceil_div
 from lightning_cyclic.plan.presets import (
     PLACEMENTS,
@@ -29,9 +28,7 @@ from lightning_cyclic.plan.presets import (
 )
 from lightning_cyclic.plan.schedules import AbstractSchedule, Rounds, SideBySide
 
-if TYPE_CHECKING:
-    from lightning_cyclic.plan.check.proof import Proof
-    from lightning_cyclic.plan.program import Program
+T = TypeVar("T")
 
 
 @final
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
 class Plan:
     """Hold one value of each axis and the numbers; derive the rest.
 
-    Made by :func:`~lightning_cyclic.plan.lower.make_plan`, which says what the numbers are, and
+    Made by :func:`~lightning_cyclic.plan.make.make_plan`, which says what the numbers are, and
     checks that everything fits.
 
     Args:
@@ -47,8 +44,6 @@ class Plan:
         updates_meet: whether owners, who wait for each other's norms, update at one point: where
             the first worker reads a new version of sharded weights, else each behind its step. If
             not, each updates where it first reads a new version.
-        lowering: makes the program; no part of what a plan is.
-        proving: proves it; the same.
     """
 
     preset: str
@@ -70,8 +65,6 @@ class Plan:
     relayed_until: tuple[int, ...] = ()
     updates_meet: bool = False
     group_size: int = 1
-    lowering: Callable[[Plan], Program] = field(kw_only=True, compare=False, repr=False)
-    proving: Callable[[Plan], Proof] = field(kw_only=True, compare=False, repr=False)
 
     @cached_property
     def axes(self) -> Axes:
@@ -398,21 +391,6 @@ class Plan:
         start = schedule.begin(a.t) + schedule.start(a.kind, i, a.j)
         return start, a.j, a.t * self.num_microbatches + i
 
-    @cached_property
-    def program(self) -> Program:
-        """What every worker does, step by step, without end."""
-        return self.lowering(self)
-
-    @cached_property
-    def programs(self) -> tuple[Actions, ...]:
-        """For each worker, its actions of the plan's steps, with a flush behind them."""
-        return self.program.first(self.num_steps)
-
-    @cached_property
-    def proof(self) -> Proof:
-        """How it was proved that the program can run: on itself, or on a smaller plan's."""
-        return self.proving(self)
-
     def lag(self, t: int, i: int, j: int) -> int:
         """Count the versions by which F(i, j) of step t is behind."""
         return t - self.reads(t, i, j)
@@ -469,3 +447,16 @@ class Plan:
         owner, leads = self.owner(j), range(self.lead(0, j), self.num_workers, self.group_size)
         places = {w: (w != owner, self._need(w, j), (w - owner) % self.num_workers) for w in leads}
         return tuple(sorted(places, key=places.__getitem__))
+
+
+def kept(make: Callable[[Plan], T]) -> Callable[[Plan], T]:
+    """Keep what a function makes of a plan for as long as the plan is there."""
+
+    @wraps(make)
+    def of(plan: Plan) -> T:
+        found = vars(plan)
+        if make.__name__ not in found:
+            found[make.__name__] = make(plan)
+        return cast("T", found[make.__name__])
+
+    return of

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Payload
 from lightning_cyclic.plan.actions import Program as Actions
@@ -39,9 +39,7 @@ from lightning_cyclic.plan.passes.messages import (
     step_of,
 )
 from lightning_cyclic.plan.passes.shards import last_version
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan.plan import Plan
+from lightning_cyclic.plan.plan import Plan
 
 
 @final

@@ -8,13 +8,8 @@ of stage 0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lightning_cyclic.plan.actions import MAKE_GRADIENTS, Action, Kind, Payload
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan.plan import Plan
-
+from lightning_cyclic.plan.plan import Plan
 
 # ---------------------------------------------------------------------- tied parameters
 

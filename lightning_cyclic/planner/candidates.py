@@ -265,7 +265,7 @@ class Candidate:
     def plan(
         self, problem: Problem, *, num_steps: int, tied: Sequence[Sequence[int]] = ()
     ) -> Plan:
-        """Make the plan; that its program can run is for :func:`prove` to say."""
+        """Make the plan; that its program can run is for :func:`proof_of` to say."""
         return make_plan(
             self.preset,
             num_stages=self.num_stages,

@@ -15,7 +15,7 @@ from itertools import accumulate
 from math import floor, inf, log
 from typing import Final, NamedTuple, TypeAlias, final
 
-from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.plan import Plan, make_plan, programs_of
 from lightning_cyclic.plan.presets import PRESETS
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
@@ -283,7 +283,9 @@ def best_around_ring(
         if bounds[numbers] >= min(found.values(), default=inf) / ALIKE:
             break  # neither it nor what is behind it can be clearly faster
         plan = numbers.plan(num_workers)
-        found[numbers] = simulate(plan.programs, costs[numbers.num_stages], network, plan).step_s
+        found[numbers] = simulate(
+            programs_of(plan), costs[numbers.num_stages], network, plan
+        ).step_s
     limit_s = ALIKE * min(found.values(), default=inf)
     alike = [numbers for numbers, step_s in found.items() if step_s <= limit_s]
     return min(alike, key=lambda numbers: numbers.rank(num_workers), default=None)

@@ -22,6 +22,7 @@ from math import ceil
 from typing import TypeAlias, final
 
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan import programs_of, proof_of
 from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.planner.candidates import Candidate, Problem, candidates
 from lightning_cyclic.planner.fit import Fit, Fitter, pace_s, paces_s
@@ -81,7 +82,7 @@ def timed(fit: Fit, problem: Problem, *, at_any_cost: bool = False) -> RankedPla
     num_cells = plan.num_microbatches * plan.num_stages * plan.num_steps
     if at_any_cost or num_cells <= _MOST_SIMULATED:
         network = problem.ring_network if runs_whole else problem.network
-        result = simulate(plan.programs, costs, network, plan)
+        result = simulate(programs_of(plan), costs, network, plan)
         step_s, bubble, is_simulated = result.step_s, max(result.bubble), True
     else:
         step_s, bubble, is_simulated = _closed_form(fit, problem)
@@ -246,7 +247,7 @@ def _have_same_programs(one: Plan, other: Plan) -> bool:
     unnamed = [replace(plan, preset="", weights="") for plan in (one, other)]
     if len(at_end) == 1 and unnamed[0] == unnamed[1]:
         return True
-    return one.programs == other.programs
+    return programs_of(one) == programs_of(other)
 
 
 def _cells(candidate: Candidate) -> int:
@@ -302,7 +303,7 @@ class _Search:
     def _can_run(self, plan: RankedPlan) -> bool:
         """Prove a plan; only those that are shown, as that takes as long as to simulate it."""
         try:
-            assert plan.fit.plan.proof
+            proof_of(plan.fit.plan)
         except PlanError as error:
             self._refusals.append((plan.fit.candidate.replicas, error))
             return False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import final
 
-from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan import Plan, programs_of
 from lightning_cyclic.simulate.account import account
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
@@ -128,8 +128,8 @@ def _reference(plan: Plan, costs: Costs, network: Network, bucket_bytes: float |
 
 
 def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float) -> Figures:
-    result = simulate(plan.programs, costs, network, plan)
-    counted = account(plan.programs, costs)
+    result = simulate(programs_of(plan), costs, network, plan)
+    counted = account(programs_of(plan), costs)
     workers = counted.workers
     return Figures(
         step_s=result.step_s,

@@ -45,7 +45,7 @@ from dataclasses import astuple, dataclass, fields
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias, final
 
-from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan import Plan, programs_of
 from lightning_cyclic.plan.actions import (
     COMPUTE,
     GO_BACK,
@@ -278,7 +278,7 @@ def spans(plan: Plan, *, remat: bool = False) -> tuple[tuple[Span, ...], ...]:
             (*_of_stages(plan, cells, w), *_activations(plan, cells, w, remat))
             for w, cells in enumerate(computed(plan))
         )
-    programs = plan.programs
+    programs = programs_of(plan)
     posted = {
         _message(a, a.peer, w): a.s
         for w, program in enumerate(programs)

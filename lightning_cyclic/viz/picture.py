@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan import Plan, program_of, programs_of
 from lightning_cyclic.plan.actions import COMPUTE, GO_BACK, Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Item
 from lightning_cyclic.viz.words import CARRIED, sentence
@@ -92,7 +92,7 @@ def save_picture(plan: Plan, path: str | Path, *, first_slot: int = 0) -> None:
             f".json; write it like {path.stem}.svg"
         )
     if form == "json":
-        data = trace_of(plan.programs)
+        data = trace_of(programs_of(plan))
     else:
         data = _drawn(plan, _slots(plan, first_slot), form)
     try:
@@ -193,9 +193,9 @@ def _slots_of_whole(programs: Sequence[Sequence[Action]]) -> int:
 
 def arrows_of(plan: Plan) -> Iterator[Arrow]:
     """Yield all messages that somebody reads: a flush sends some that nobody does any more."""
-    readers = [_first_readers(plan, w, program) for w, program in enumerate(plan.programs)]
-    whole = _slots_of_whole(plan.programs)
-    for w, program in enumerate(plan.programs):
+    readers = [_first_readers(plan, w, program) for w, program in enumerate(programs_of(plan))]
+    whole = _slots_of_whole(programs_of(plan))
+    for w, program in enumerate(programs_of(plan)):
         computed, slots = -1, 1  # the last slot in which something was, up to here; how many
         for a in program:
             if a.kind in COMPUTE:
@@ -214,7 +214,7 @@ def _first_readers(
     plan: Plan, w: int, program: Sequence[Action]
 ) -> dict[tuple[object, ...], Action]:
     """Return message and sender -> the first action that reads it."""
-    flow = plan.program.flow(w)
+    flow = program_of(plan).flow(w)
     coming: dict[Item, list[tuple[object, ...]]] = {}
     found: dict[tuple[object, ...], Action] = {}
     for a in program:
@@ -293,10 +293,10 @@ def _is_old(a: Action) -> bool:
 def _paint(axes: Axes, plan: Plan, slots: range) -> None:
     """Paint a timetable; a unit is a slot in x and a row in y, which points down."""
     rows, end = Rows(plan), slots.stop
-    cells = [cell for cell in cells_of(plan.programs) if cell.action.s in slots]
+    cells = [cell for cell in cells_of(programs_of(plan)) if cell.action.s in slots]
     updates = [
         (w, a)
-        for w, program in enumerate(plan.programs)
+        for w, program in enumerate(programs_of(plan))
         for a in program
         if a.kind is Kind.UPDATE and slots.start <= a.s <= end
     ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cyclic.errors import PlanError, ValidationError
-from lightning_cyclic.plan import PRESETS, Plan, make_plan
+from lightning_cyclic.plan import PRESETS, Plan, make_plan, program_of, programs_of
 
 FILE = Path(__file__).with_name("actions.csv")
 MIDDLE = 2  # the step behind which everybody meets, in half of the text
@@ -66,12 +66,12 @@ def made(given: dict[str, Any]) -> Plan | None:
 def texts(plan: Plan) -> list[str]:
     """Return, for each worker, some steps and a flush, and steps around a flush."""
     found = []
-    for w, whole in enumerate(plan.programs):
-        around = [plan.program.step(w, t, starts=t == 0) for t in range(MIDDLE + 1)]
+    for w, whole in enumerate(programs_of(plan)):
+        around = [program_of(plan).step(w, t, starts=t == 0) for t in range(MIDDLE + 1)]
         around += [
-            plan.program.flush(w, MIDDLE),
-            plan.program.step(w, MIDDLE + 1, ended=MIDDLE, starts=True),
-            plan.program.flush(w, MIDDLE + 1, ended=MIDDLE, whole=False),
+            program_of(plan).flush(w, MIDDLE),
+            program_of(plan).step(w, MIDDLE + 1, ended=MIDDLE, starts=True),
+            program_of(plan).flush(w, MIDDLE + 1, ended=MIDDLE, whole=False),
         ]
         found.append("\n".join(str(a) for block in (whole, *around) for a in (*block, "")))
     return found
@@ -79,8 +79,8 @@ def texts(plan: Plan) -> list[str]:
 
 def digest(plan: Plan) -> str:
     """Return a digest of all that workers do, and of how deep their channels are."""
-    depths = sorted(f"{ring} {depth}" for ring, depth in plan.program.depths.items())
-    text = "\n\n".join([*texts(plan), *map(str, plan.program.channels), *depths])
+    depths = sorted(f"{ring} {depth}" for ring, depth in program_of(plan).depths.items())
+    text = "\n\n".join([*texts(plan), *map(str, program_of(plan).channels), *depths])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

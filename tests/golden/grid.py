@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.plan import Plan, make_plan, programs_of
 from lightning_cyclic.simulate import Costs, Network, account, simulate
 from tests.harness.programs import to_text
 
@@ -63,7 +63,10 @@ def figures(plan: Plan) -> list[str]:
     """Return what the simulator says of a plan, each number with all its digits."""
     costs = Costs.even(plan.num_stages, compute_s=1.0, model_bytes=0.3, cut_bytes=0.01)
     network = Network(latency_s=0.002, bandwidth_bytes_per_s=1.0)
-    result, counted = simulate(plan.programs, costs, network, plan), account(plan.programs, costs)
+    result, counted = (
+        simulate(programs_of(plan), costs, network, plan),
+        account(programs_of(plan), costs),
+    )
     workers = counted.workers
     return [
         repr(result.step_s),
@@ -83,7 +86,7 @@ COLUMNS = ["plan", "step_s", "bubble", "sent_messages", "sent_bytes", "versions"
 
 def program_of(name: str) -> str:
     """Return the program of a plan of the grid as CSV."""
-    return to_text(make_plan(**grid()[name], num_steps=3).programs)
+    return to_text(programs_of(make_plan(**grid()[name], num_steps=3)))
 
 
 def figures_of(name: str) -> list[str]:

@@ -16,8 +16,8 @@ from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.presets import PLACEMENTS, WEIGHTS
 
 # a user's process has few plans; these are some two hundred
-lower = sys.modules["lightning_cyclic.plan.lower"]
-lower._proved = lru_cache(512)(lower._proved.__wrapped__)  # type: ignore[attr-defined]
+make = sys.modules["lightning_cyclic.plan.make"]
+make._proved = lru_cache(512)(make._proved.__wrapped__)  # type: ignore[attr-defined]
 
 for preset, num_workers, num_stages in product(PRESETS, (2, 4), (1, 2, 4)):
     axes = PRESETS[preset]

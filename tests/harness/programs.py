@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from lightning_cyclic.plan import PRESETS, Plan
+from lightning_cyclic.plan import PRESETS, Plan, program_of, programs_of
 from lightning_cyclic.plan.actions import Kind, Payload, Program, parse
 from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.presets import SCHEDULES
@@ -31,7 +31,7 @@ def from_text(text: str) -> tuple[Program, ...]:
 
 def swapped(plan: Plan, w: int, first: str, second: str) -> tuple[Program, ...]:
     """Return the programs with two actions of worker w in each other's place."""
-    programs = [list(program) for program in plan.programs]
+    programs = [list(program) for program in programs_of(plan)]
     m, n = (programs[w].index(parse(text)) for text in (first, second))
     programs[w][m], programs[w][n] = programs[w][n], programs[w][m]
     return tuple(map(tuple, programs))
@@ -41,7 +41,7 @@ def sent(plan: Plan, payload: Payload) -> list[tuple[int | None, ...]]:
     """List step, stage, version, from and to of the sends of a payload."""
     return sorted(
         (a.t, a.j, a.v, w, a.peer)
-        for w, program in enumerate(plan.programs)
+        for w, program in enumerate(programs_of(plan))
         for a in program
         if a.kind is Kind.SEND and a.payload is payload
     )
@@ -49,7 +49,7 @@ def sent(plan: Plan, payload: Payload) -> list[tuple[int | None, ...]]:
 
 def replayed(plan: Plan, flush_at: Collection[int]) -> None:
     """Replay six steps, with flushes behind some and the last, which leave nothing pending."""
-    replay, ended, program, workers = Replay(plan), -1, plan.program, range(plan.num_workers)
+    replay, ended, program, workers = Replay(plan), -1, program_of(plan), range(plan.num_workers)
     for t in range(6):
         begins = ended == t - 1
         replay.run([program.step(w, t, ended=ended, starts=begins) for w in workers])

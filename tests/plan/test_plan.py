@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError, ValidationError
-from lightning_cyclic.plan import PRESETS, make_plan
+from lightning_cyclic.plan import PRESETS, make_plan, programs_of, proof_of
 from lightning_cyclic.plan.actions import Kind, Lane, Payload
 from lightning_cyclic.plan.check.proof import validate
 from tests.harness.programs import shaped
 
 
 def text_of(plan, w):
-    return " ".join(map(str, plan.programs[w]))
+    return " ".join(map(str, programs_of(plan)[w]))
 
 
 def test_presets_are_those_of_the_design():
@@ -133,7 +133,7 @@ def as_the_rules_write(a):
 @settings(deadline=None, max_examples=settings().max_examples // 5)
 def test_replicas_do_what_the_rules_say(**numbers):
     plan = make_plan(**numbers, sharding="optimizer")
-    for w, program in enumerate(plan.programs):
+    for w, program in enumerate(programs_of(plan)):
         texts = [as_the_rules_write(a) for a in program if a.payload is not Payload.K]
         expected = list(replica_by_rule(plan, w))
         assert sorted(texts) == sorted(expected)
@@ -199,7 +199,7 @@ def test_volume_per_step_is_that_of_one_ring_all_reduce(preset, extra, num_worke
     )
     counted = set(Payload) - {Payload.K} if extra else {Payload.P}
     sends = [
-        sum(a.kind is Kind.SEND and a.payload in counted for p in plan.programs for a in p)
+        sum(a.kind is Kind.SEND and a.payload in counted for p in programs_of(plan) for a in p)
         for plan in (few, more)
     ]
     hops = extra * (num_workers - 1)
@@ -213,7 +213,7 @@ def test_a_single_worker_reads_the_versions_of_the_workers_it_stands_for():
     )
     cells = [(t, i, j) for t in range(4) for i in range(3) for j in range(5)]
     assert [one.reads(*cell) for cell in cells] == [many.reads(*cell) for cell in cells]
-    assert not any(a.peer is not None for a in one.programs[0])
+    assert not any(a.peer is not None for a in programs_of(one)[0])
 
 
 @pytest.mark.parametrize(
@@ -320,5 +320,5 @@ def test_a_thousand_workers_are_planned_without_a_program_of_theirs(
     plan = make_plan(preset, num_stages=num_stages, num_workers=num_workers)
     assert len(list(islice(plan.timetable, 2_000))) == 2_000
     assert "program" not in vars(plan)  # nothing was lowered for it
-    assert plan.proof.is_smaller
-    assert "proved on a smaller plan that stands for it (num_workers=" in str(plan.proof)
+    assert proof_of(plan).is_smaller
+    assert "proved on a smaller plan that stands for it (num_workers=" in str(proof_of(plan))

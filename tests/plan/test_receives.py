@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan import make_plan, program_of, programs_of
 from lightning_cyclic.plan.actions import Lane, Payload, parse
 from lightning_cyclic.plan.passes.messages import (
     Channel,
@@ -69,8 +69,8 @@ def test_nothing_is_posted_ahead_of_its_step():
         plan = make_plan(preset, num_stages=4, num_workers=4, num_steps=5, relayed=[1])
         for w in range(4):
             for t in range(5):
-                assert all(step_of(a) <= t for a in plan.program.step(w, t))
-            begins = begins_of_steps(plan.programs[w])
+                assert all(step_of(a) <= t for a in program_of(plan).step(w, t))
+            begins = begins_of_steps(programs_of(plan)[w])
             assert begins == sorted(begins)
 
 
@@ -78,9 +78,9 @@ def test_totals_are_received_in_the_order_of_backwards():
     plan = make_plan(
         "cyclic_dp_v1", num_stages=3, num_workers=2, num_steps=1, sharding="optimizer"
     )
-    totals = [str(a) for a in plan.programs[0] if a.payload is Payload.T]
+    totals = [str(a) for a in programs_of(plan)[0] if a.payload is Payload.T]
     assert totals == [f"{j}RECV_T<1#0~sums" for j in (2, 1, 0)]
-    assert [str(a) for a in plan.programs[0]][-6:] == [
+    assert [str(a) for a in programs_of(plan)[0]][-6:] == [
         "0UPDATE@1#0", "1UPDATE@1#0", "2UPDATE@1#0",
         "0SEND_P@1>1#2", "1SEND_P@1>1#2", "2SEND_P@1>1#2",
     ]  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan import make_plan, program_of, programs_of
 from lightning_cyclic.plan.actions import Kind, Lane, Payload
 from lightning_cyclic.plan.check.proof import probe, validate
 from lightning_cyclic.plan.check.replay import Replay
@@ -49,7 +49,7 @@ def test_how_many_rounds_there_are_changes_no_version_and_no_owner(rounds, **res
             reads = [plan.reads(t, i, j) for i in range(plan.num_microbatches)]
             assert reads == [one.reads(t, w, j) for w in workers] * rounds
     # so that one goes on where the other has ended, behind a flush
-    assert plan.program.channels == one.program.channels
+    assert program_of(plan).channels == program_of(one).channels
     assert [waiting_lanes(plan, w) for w in workers] == [waiting_lanes(one, w) for w in workers]
 
 
@@ -58,7 +58,7 @@ def test_how_many_rounds_there_are_changes_no_version_and_no_owner(rounds, **res
 def test_sums_and_buffers_travel_once_a_step_and_parameters_in_each_round(**given_numbers):
     plan = made(**given_numbers)
     n, s, r = plan.num_workers, plan.num_stages, plan.rounds
-    sent = [a for p in plan.programs for a in p if a.kind is Kind.SEND and step_of(a) == 1]
+    sent = [a for p in programs_of(plan) for a in p if a.kind is Kind.SEND and step_of(a) == 1]
     sums = [a for a in sent if a.payload in (Payload.S, Payload.H)]
     assert len(sums) == s * (n - 1)
     assert {a.payload for a in sums} <= {Payload.H if plan.sharding == "full" else Payload.S}
@@ -77,7 +77,7 @@ def test_nobody_waits_for_another_worker_s_next_step(num_workers, num_stages, sl
     plan = made("cyclic_zero", num_stages, num_workers, 3, slack, None, is_relayed, proved=False)
     replay, workers = Replay(plan), range(num_workers)
     for t in range(5):
-        replay.run([plan.program.step(w, t, starts=t == 0) for w in workers])
+        replay.run([program_of(plan).step(w, t, starts=t == 0) for w in workers])
         for worker in replay._workers:
             assert not worker.todo
             assert not (is_relayed and worker._lanes[Lane.WEIGHTS])
@@ -103,9 +103,9 @@ def test_plans_of_other_rounds_go_on_behind_a_flush(
         plan, begins = plans[rounds], t == ended + 1
         if begins:
             follow(replay, plan, t)
-        replay.run([plan.program.step(w, t, ended=ended, starts=begins) for w in workers])
+        replay.run([program_of(plan).step(w, t, ended=ended, starts=begins) for w in workers])
         if numbers[t + 1 :][:1] != [rounds]:
-            replay.run([plan.program.flush(w, t, ended=ended) for w in workers])
+            replay.run([program_of(plan).flush(w, t, ended=ended) for w in workers])
             replay.check_flushed(t)
             ended = t
     assert ended == 4
@@ -115,8 +115,8 @@ def follow(replay, plan, t):
     """Let a replay go on with another plan in step ``t``, as ``Engine.follow``."""
     replay._plan = plan
     for worker in replay._workers:
-        worker._plan, worker._depths = plan, plan.program.depths
-        worker._flow = plan.program.flow(worker._w)
+        worker._plan, worker._depths = plan, program_of(plan).depths
+        worker._flow = program_of(plan).flow(worker._w)
 
 
 def test_many_workers_are_proved_on_fewer_with_few_rounds():

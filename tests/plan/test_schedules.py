@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan import make_plan, programs_of
 from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.plan.check.proof import validate
 from lightning_cyclic.plan.clock import Entry, picture
@@ -113,7 +113,7 @@ def test_published_bubbles_and_activations(preset, num_stages, num_microbatches)
     assert {1 - Fraction(b, len(slots)) for b in busy} == {
         Fraction(num_stages - 1, num_microbatches + num_stages - 1)
     }
-    assert [live_activations(program) for program in plan.programs] == [
+    assert [live_activations(program) for program in programs_of(plan)] == [
         num_microbatches if preset == "gpipe" else min(num_microbatches, num_stages - j)
         for j in range(num_stages)
     ]
@@ -132,7 +132,7 @@ def test_bubbles_and_activations_of_interleaved_stages(num_workers, stages_each,
     )  # fmt: skip
     assert {s for s, _, _ in plan.timetable} == set(range(2 * (v * m + p - 1)))
     assert Counter(w for _, w, _ in plan.timetable) == dict.fromkeys(range(p), 2 * v * m)
-    assert [live_activations(program) for program in plan.programs] == [
+    assert [live_activations(program) for program in programs_of(plan)] == [
         min(v * m, 2 * (p - 1 - w) + (v - 1) * p + 1) for w in range(p)
     ]
 

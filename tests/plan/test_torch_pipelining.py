@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan import make_plan, programs_of
 from lightning_cyclic.plan.actions import Kind
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -99,7 +99,8 @@ def ours(preset, num_stages, num_microbatches, **numbers):
     )  # fmt: skip
     kinds = (Kind.F, Kind.B)
     return plan, [
-        [f"{a.j}{a.kind}{a.i}" for a in program if a.kind in kinds] for program in plan.programs
+        [f"{a.j}{a.kind}{a.i}" for a in program if a.kind in kinds]
+        for program in programs_of(plan)
     ]
 
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from lightning_cyclic.plan import PRESETS, make_plan
+from lightning_cyclic.plan import PRESETS, make_plan, programs_of
 from lightning_cyclic.plan.actions import COMPUTE, Kind, Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel, channel_of
 from lightning_cyclic.plan.roles import first_users, later_users
@@ -13,7 +13,7 @@ from tests.harness.programs import sent, shaped
 
 def traffic(plan):
     sent, received = defaultdict(list), defaultdict(list)
-    for w, program in enumerate(plan.programs):
+    for w, program in enumerate(programs_of(plan)):
         for a in program:
             if a.kind is Kind.SEND:
                 sent[channel_of(a, w)].append((a.payload, a.t, a.i, a.j, a.v))
@@ -41,7 +41,7 @@ def test_sums_travel_in_the_order_of_micro_batches(preset):
     for j in range(3):
         hops = sorted(
             (a.i, w, a.peer)
-            for w, program in enumerate(plan.programs)
+            for w, program in enumerate(programs_of(plan))
             for a in program
             if a.kind is Kind.SEND and a.payload is Payload.S and a.j == j
         )
@@ -73,7 +73,7 @@ def test_the_batch_comes_first_and_losses_leave_behind_the_last_forward(
 ):
     plan = make_plan(preset, **shaped(preset, num_stages, num_workers), num_steps=3)
     num_workers, teller = plan.num_workers, plan.worker_of(0, plan.num_stages - 1)
-    for w, program in enumerate(plan.programs):
+    for w, program in enumerate(programs_of(plan)):
         for t in range(3):
             compute = [n for n, a in enumerate(program) if a.t == t and a.kind in COMPUTE]
             batches = [n for n, a in enumerate(program) if a.t == t and a.payload is Payload.D]
@@ -163,7 +163,7 @@ def text_of(plan, w, *payloads):
     """Print what a worker does with its backwards, updates and messages of some payloads."""
     kept = [
         a
-        for a in plan.programs[w]
+        for a in programs_of(plan)[w]
         if a.payload in payloads or (a.payload is None and a.kind is not Kind.F)
     ]
     return " ".join(map(str, kept))
@@ -177,13 +177,13 @@ def test_gradients_meet_where_the_parameter_is_used_first():
     assert text_of(plan, 0, Payload.W) == (
         "0RECV_W0<3#0 0B0@0#0 0RECV_W1<3#0 0B1@0#0 0TELL#0 0UPDATE@1#0"
     )
-    assert not any(a.payload is Payload.W for w in (1, 2) for a in plan.programs[w])
+    assert not any(a.payload is Payload.W for w in (1, 2) for a in programs_of(plan)[w])
 
 
 def test_a_new_version_is_there_before_it_is_read():
     plan = plan_of(num_steps=2)
     assert "0UPDATE@1#0 0SEND_V@1>3#1" in text_of(plan, 0, Payload.V)
-    last = [str(a) for a in plan.programs[3]]
+    last = [str(a) for a in programs_of(plan)[3]]
     assert last.index("0RECV_V@1<0#1") < last.index("3F0@1#1")
     assert "0RECV_V@2<0#2" in last  # all end with the same weights
 
@@ -218,13 +218,13 @@ def test_gradients_stay_in_their_replica_and_versions_go_to_all():
 )
 def test_stages_of_one_worker_exchange_nothing(numbers):
     plan = plan_of(**numbers)
-    payloads = {a.payload for program in plan.programs for a in program}
+    payloads = {a.payload for program in programs_of(plan) for a in program}
     assert not payloads & {Payload.W, Payload.V}
 
 
 def test_replicas_exchange_nothing_either():
     plan = make_plan("lockstep_dp", num_stages=3, num_workers=3, tied=((0, 2),))
-    assert not {a.payload for p in plan.programs for a in p} & {Payload.W, Payload.V}
+    assert not {a.payload for p in programs_of(plan) for a in p} & {Payload.W, Payload.V}
 
 
 def test_users_of_several_groups():
@@ -236,4 +236,4 @@ def test_users_of_several_groups():
 
 def test_one_worker_may_read_any_version():
     plan = plan_of(num_workers=1, placement="single", weights="stashed")
-    assert not any(a.peer is not None for a in plan.programs[0])
+    assert not any(a.peer is not None for a in programs_of(plan)[0])

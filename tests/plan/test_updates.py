@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.plan import Plan, make_plan, programs_of
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.passes.updates import updates
 
@@ -78,7 +78,7 @@ def test_owners_that_meet_update_behind_their_step_before_they_hand_buffers_on(r
     assert not make_plan(
         "cyclic_dp", relayed=[0], **numbers | {"num_microbatches": 3}
     ).updates_meet
-    for w, program in enumerate(plan.programs):
+    for w, program in enumerate(programs_of(plan)):
         updates = [a for a in program if a.kind is Kind.UPDATE]
         assert {plan.owner(a.j) for a in updates} == {w}
         for a in updates:
@@ -91,8 +91,10 @@ def test_owners_of_sharded_weights_that_meet_do_so_where_the_first_worker_reads_
     plan = make_plan("cyclic_zero", norms="owners", **numbers)
     assert plan.updates_meet
     assert not make_plan("cyclic_zero", **numbers).updates_meet
-    first = min(a.s for program in plan.programs for a in program if a.kind is Kind.F and a.v == 1)
-    for program in plan.programs:
+    first = min(
+        a.s for program in programs_of(plan) for a in program if a.kind is Kind.F and a.v == 1
+    )
+    for program in programs_of(plan):
         (slot,) = {a.s for a in program if a.kind is Kind.UPDATE and a.v == 1}
         served = [a for a in program if a.payload is Payload.P and a.kind is Kind.SEND]
         assert slot >= first
@@ -114,7 +116,7 @@ def test_what_can_not_be_proved_with_norms_of_all_is_refused_by_name():
 def heard(plan: Plan, w: int) -> dict[int, set[int]]:
     """Return step -> stages of whose norms a worker hears."""
     found: dict[int, set[int]] = {}
-    for a in plan.programs[w]:
+    for a in programs_of(plan)[w]:
         if a.kind is Kind.RECV and a.payload is Payload.N:
             found.setdefault(a.t, set()).add(a.j)
     return found
@@ -122,13 +124,13 @@ def heard(plan: Plan, w: int) -> dict[int, set[int]]:
 
 def begins(plan: Plan, w: int, t: int) -> int:
     """Return where a worker makes the version of step t, or, if it makes none, runs B again."""
-    owns = any(a.kind is Kind.UPDATE for a in plan.programs[w])
+    owns = any(a.kind is Kind.UPDATE for a in programs_of(plan)[w])
     kind, step = (Kind.UPDATE, t) if owns else (Kind.B, t + 1)
-    return next(n for n, a in enumerate(plan.programs[w]) if a.kind is kind and a.t == step)
+    return next(n for n, a in enumerate(programs_of(plan)[w]) if a.kind is kind and a.t == step)
 
 
 def last_heard(plan: Plan, w: int, t: int) -> int:
-    each = enumerate(plan.programs[w])
+    each = enumerate(programs_of(plan)[w])
     return max(n for n, a in each if _is_heard(a) and a.t == t)
 
 
@@ -182,7 +184,7 @@ def test_the_first_backward_of_a_step_waits_for_those_that_its_scale_follows_fro
     )  # fmt: skip
     for w in range(4):
         known = -1
-        for a in plan.programs[w]:
+        for a in programs_of(plan)[w]:
             known = max(known, a.t) if _is_heard(a) else known
             if a.kind is Kind.B:
                 assert known >= plan.ended_before(a.t) - 1
@@ -196,7 +198,7 @@ def test_owners_tell_the_norms_of_totals_that_come_long_before_they_are_applied(
         late_updates=True, num_steps=4,
     )  # fmt: skip
     told = 0
-    for w, program in enumerate(plan.programs):
+    for w, program in enumerate(programs_of(plan)):
         for a in program:
             if a.payload is Payload.N and a.kind is Kind.SEND:
                 s = plan.slot(Kind.B, a.t, plan.num_microbatches - 1, a.j)
@@ -231,7 +233,7 @@ def test_no_stage_waits_for_a_norm(num_microbatches: int) -> None:
     ends = [
         plan.slot(Kind.B, 2, num_microbatches - 1, j) for j in range(4)
     ]  # the last, of stage 0
-    for program in plan.programs:
+    for program in programs_of(plan):
         (update,) = [a for a in program if a.kind is Kind.UPDATE and a.t == 2]
         first = next(a for a in program if a.kind is Kind.F and a.v == 3)
         assert max(ends) < update.s == first.s
@@ -240,14 +242,14 @@ def test_no_stage_waits_for_a_norm(num_microbatches: int) -> None:
 def test_gradients_of_the_next_step_come_before_a_late_update() -> None:
     """So runs would fail the tests of clipping if a stage mixed the two that it holds then."""
     plan = make_plan("pipedream_2bw", num_stages=4, num_workers=4, num_steps=6, late_updates=True)
-    program = [a for a in plan.programs[3] if a.kind in (Kind.B, Kind.UPDATE)]
+    program = [a for a in programs_of(plan)[3] if a.kind in (Kind.B, Kind.UPDATE)]
     at = next(n for n, a in enumerate(program) if a.kind is Kind.UPDATE and a.t == 2)
     assert {a.t for a in program[:at] if a.kind is Kind.B} == {0, 1, 2, 3}
 
 
 def test_replicas_exchange_gradients_once_per_update() -> None:
     plan = make_plan("pipedream_2bw", num_stages=2, num_workers=6, num_microbatches=12, replicas=3)
-    for w, program in enumerate(plan.programs):
+    for w, program in enumerate(programs_of(plan)):
         replica, stage = divmod(w, 2)
         of_step = [a for a in program if a.t == 2]
         sums = [(a.kind, a.peer) for a in of_step if a.payload in (Payload.S, Payload.T)]

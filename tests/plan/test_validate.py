@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError, ValidationError
-from lightning_cyclic.plan import PRESETS, make_plan
+from lightning_cyclic.plan import PRESETS, make_plan, program_of, programs_of, proof_of
 from lightning_cyclic.plan.actions import Kind, parse
 from lightning_cyclic.plan.check.proof import KEPT, probe, validate
 from lightning_cyclic.plan.check.replay import Replay
@@ -46,12 +46,12 @@ def refusal(plan, programs):
 
 
 def with_worker(plan, w, program):
-    return (*plan.programs[:w], tuple(program), *plan.programs[w + 1 :])
+    return (*programs_of(plan)[:w], tuple(program), *programs_of(plan)[w + 1 :])
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_programs_survive_text(name):
-    validate(PLANS[name], from_text(to_text(PLANS[name].programs)))
+    validate(PLANS[name], from_text(to_text(programs_of(PLANS[name]))))
 
 
 def left_out(program, n, _change):
@@ -74,7 +74,7 @@ def of_another_version(program, n, change):
 def test_no_action_can_be(altered, name, data):
     plan = PLANS[name]
     w = data.draw(st.integers(0, plan.num_workers - 1))
-    program = plan.programs[w]
+    program = programs_of(plan)[w]
     n, change = data.draw(st.integers(0, len(program) - 1)), data.draw(st.sampled_from([-1, 1]))
     refusal(plan, with_worker(plan, w, altered(program, n, change)))
 
@@ -83,12 +83,12 @@ def test_no_action_can_be(altered, name, data):
 @settings(deadline=None, max_examples=100)
 def test_no_message_can_be_left_out_on_both_sides(name, data):
     plan = PLANS[name]
-    sends = [(w, a) for w, p in enumerate(plan.programs) for a in p if a.kind is Kind.SEND]
+    sends = [(w, a) for w, p in enumerate(programs_of(plan)) for a in p if a.kind is Kind.SEND]
     w, a = data.draw(st.sampled_from(sends))
     both = w, replace(a, s=0), a.peer, replace(a, kind=Kind.RECV, peer=w)
     refusal(plan, tuple(
         tuple(b for b in program if (v, b) not in (both[:2], both[2:]))
-        for v, program in enumerate(plan.programs)
+        for v, program in enumerate(programs_of(plan))
     ))  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def test_what_is_out_of_order_is_refused(numbers, w, first, second, said):
 )
 def test_what_is_too_much_is_refused(numbers, w, action, said):
     plan = make_plan(**numbers, num_stages=2, num_workers=2, num_steps=1)
-    text = refusal(plan, with_worker(plan, w, (*plan.programs[w], parse(action))))
+    text = refusal(plan, with_worker(plan, w, (*programs_of(plan)[w], parse(action))))
     assert said in text
     assert action in text
 
@@ -146,27 +146,27 @@ def test_a_round_before_the_one_whose_gradient_it_adds_to():
     plan = make_plan("cyclic_zero", num_stages=1, num_workers=1, num_microbatches=4, num_steps=1)
     order = [0, 2, 1, 3]
     given = [parse(f"0{kind}{i}@0#0") for i in order for kind in "FB"]
-    text = refusal(plan, ((*given, *plan.programs[0][8:]),))
+    text = refusal(plan, ((*given, *programs_of(plan)[0][8:]),))
     assert "0B2@0#0" in text
     assert "before what it needs" in text
 
 
 def test_a_sum_that_leaves_before_the_last_round():
     plan = make_plan("cyclic_dp", num_stages=1, num_workers=2, num_microbatches=4, num_steps=1)
-    programs = from_text(to_text(plan.programs).replace("_S2", "_S0"))  # at both ends
+    programs = from_text(to_text(programs_of(plan)).replace("_S2", "_S0"))  # at both ends
     assert "0SEND_S0>1#0" in refusal(plan, programs)
 
 
 def test_more_in_flight_than_the_timetable_says():
     plan = make_plan("1f1b", num_stages=2, num_workers=2, num_microbatches=4, num_steps=1)
     eager = make_plan("gpipe", num_stages=2, num_workers=2, num_microbatches=4, num_steps=1)
-    assert "keeps 4 activations at once" in refusal(plan, eager.programs)
+    assert "keeps 4 activations at once" in refusal(plan, programs_of(eager))
 
 
 def test_one_more_in_flight_than_the_timetable_says():
     numbers = {"num_stages": 2, "num_workers": 2, "num_microbatches": 3, "num_steps": 1}
     plan, eager = (make_plan(preset, **numbers) for preset in ("1f1b", "gpipe"))
-    assert "keeps 3 activations at once" in refusal(plan, eager.programs)
+    assert "keeps 3 activations at once" in refusal(plan, programs_of(eager))
 
 
 @pytest.mark.parametrize("replicas", [2, 64])
@@ -257,7 +257,7 @@ def test_owners_meet_where_they_must_though_fewer_workers_need_not():
         "cyclic_dp", num_stages=16, num_workers=16, norms="owners", relayed=[0], relayed_until=[15]
     )
     assert plan.updates_meet
-    assert not plan.proof.is_smaller
+    assert not proof_of(plan).is_smaller
 
 
 def test_what_only_the_plan_itself_can_prove_is_refused_where_that_takes_too_long():
@@ -270,9 +270,9 @@ def test_sends_wait_where_as_many_are_under_way_as_there_are_buffers():
         "pipedream", num_stages=8, num_workers=8, num_steps=12
     )  # batches are sent far ahead
     to_the_last = ring_of(parse("7SEND_D>7#0"), 0)
-    assert plan.program.depths[to_the_last] > 2
+    assert program_of(plan).depths[to_the_last] > 2
     validate(plan)
-    vars(plan.program)["depths"] = Counter(dict.fromkeys(plan.program.depths, 2))
+    vars(program_of(plan))["depths"] = Counter(dict.fromkeys(program_of(plan).depths, 2))
     with pytest.raises(ValidationError, match="waits for ever for a message, or for its receiver"):
         validate(plan)
 
@@ -281,9 +281,9 @@ def test_sends_wait_where_as_many_are_under_way_as_there_are_buffers():
 def test_no_step_ends_with_what_waits_for_the_next_steps_of_others(preset):
     plan = make_plan(preset, num_stages=2, num_workers=2, num_steps=4, norms="owners")
     replay = Replay(plan)
-    replay.run([plan.program.step(w, 0, starts=True) for w in range(2)])
+    replay.run([program_of(plan).step(w, 0, starts=True) for w in range(2)])
     replay.check_step_ended()
-    first, second = (plan.program.step(w, 1) for w in range(2))
+    first, second = (program_of(plan).step(w, 1) for w in range(2))
     update = next(a for a in second if a.kind is Kind.UPDATE)
     replay.run([[], second[: second.index(update) + 1]])  # as if it ended the step before
     with pytest.raises(ValidationError, match="in their next one .*UPDATE@1#0"):

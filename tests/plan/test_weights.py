@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan import make_plan, programs_of
 from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.plan.dataflow import live_versions
 from lightning_cyclic.plan.weights import Delayed, Freshest, Sync
@@ -36,7 +36,7 @@ def test_pipelined_keeps_two_versions(num_stages, more):
         num_workers=num_stages,
         num_microbatches=num_stages - 1 + more,
     )
-    for j, program in enumerate(plan.programs):
+    for j, program in enumerate(programs_of(plan)):
         assert live_versions(program) == {j: 2}
         assert plan.depth(j) == 2
 
@@ -91,13 +91,13 @@ def test_pipelined_only_the_first_micro_batches_are_stale(num_stages, more):
                 assert plan.reads(t, i, j) == (t if is_fresh else max(t - 1, 0))
     depths = [2] * (num_stages - 1) + [1]
     assert [plan.depth(j) for j in range(num_stages)] == depths
-    assert [live_versions(p)[j] for j, p in enumerate(plan.programs)] == depths
+    assert [live_versions(p)[j] for j, p in enumerate(programs_of(plan))] == depths
 
 
 def test_replicated_two_versions_are_alive_but_no_worker_keeps_two():
     plan = make_plan("cyclic_dp", num_stages=4, num_workers=4)
     assert [plan.depth(j) for j in range(4)] == [2, 2, 2, 1]  # all read the last stage fresh
-    assert {peak for p in plan.programs for peak in live_versions(p).values()} == {1}
+    assert {peak for p in programs_of(plan) for peak in live_versions(p).values()} == {1}
 
 
 @settings(deadline=None, max_examples=settings().max_examples // 3)
@@ -111,7 +111,7 @@ def test_reads_and_keeps_what_pipedream_does(num_stages):
         for j in range(num_stages):
             assert plan.reads(k, 0, j) == max(0, k - (num_stages - 1 - j))
             assert plan.backward_reads(k, 0, j) == plan.reads(k, 0, j)
-    for j, program in enumerate(plan.programs):
+    for j, program in enumerate(programs_of(plan)):
         assert plan.depth(j) == num_stages - j
         assert live_versions(program) == {j: num_stages - j}
 
@@ -150,7 +150,7 @@ def test_horizon_counts_the_updates_in_the_program(num_stages, num_microbatches)
         num_workers=num_stages,
         num_microbatches=num_microbatches,
     )
-    for program in plan.programs:
+    for program in programs_of(plan):
         version, at_forward = 0, {}
         for a in program:
             version = a.v if a.kind is Kind.UPDATE else version
@@ -166,7 +166,7 @@ def test_horizon_counts_the_updates_in_the_program(num_stages, num_microbatches)
 def test_keeps_one_version_beside_what_it_predicts():
     plan = make_plan("pipeoptim", num_stages=4, num_workers=4)
     assert [plan.depth(j) for j in range(4)] == [1, 1, 1, 1]
-    assert {peak for p in plan.programs for peak in live_versions(p).values()} == {1}
+    assert {peak for p in programs_of(plan) for peak in live_versions(p).values()} == {1}
 
 
 def test_other_rules_do_not_look_ahead():

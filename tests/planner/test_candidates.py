@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan import programs_of
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.planner import (
     DEFAULT_PRESETS,
@@ -188,7 +189,7 @@ def test_messages_carry_the_kept_elements_alone(preset):
         num_microbatches=4 if replicas == 2 else 2, replicas=replicas,
     )  # fmt: skip
     stages = replace(Stages.alike(2), param_bytes=(64,) * 2, input_bytes=(8,) * 2)
-    dense, sparse = (account(plan.programs, stages.costs(kept=f)).workers for f in (1.0, 0.25))
+    dense, sparse = (account(programs_of(plan), stages.costs(kept=f)).workers for f in (1.0, 0.25))
     shares = {
         payload.name: few.sent_bytes[payload] / size
         for many, few in zip(dense, sparse, strict=True)
@@ -206,7 +207,7 @@ def test_sums_of_low_precision_gradients_travel_in_float32():
     plan = make_plan("cyclic_dp", num_stages=2, num_workers=2)
     stages = replace(Stages.alike(2), param_bytes=(64,) * 2)
     costs = (stages.costs(sums=x) for x in (1.0, states.sums))
-    alike, wider = (account(plan.programs, each).workers[0].sent_bytes for each in costs)
+    alike, wider = (account(programs_of(plan), each).workers[0].sent_bytes for each in costs)
     assert wider[Payload.S] == 2 * alike[Payload.S] > 0
     assert wider[Payload.P] == alike[Payload.P] > 0
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.plan import make_plan
-from lightning_cyclic.plan.check.proof import prove
+from lightning_cyclic.plan import make_plan, programs_of
+from lightning_cyclic.plan.check.proof import proof_of
 from lightning_cyclic.planner import Problem, Tie, memory, search
 from lightning_cyclic.planner.candidates import candidates
 from lightning_cyclic.planner.fit import Fitter
@@ -57,8 +57,8 @@ def everything(given_):
         numbers = replace(plan.fit.candidate, **unnamed)
         alike = [p for p in distinct if replace(p.fit.candidate, **unnamed) == numbers]
         presets = {p.fit.candidate.preset for p in alike}
-        programs = [p.fit.plan.programs for p in alike]
-        if plan.fit.candidate.preset not in presets and plan.fit.plan.programs not in programs:
+        programs = [programs_of(p.fit.plan) for p in alike]
+        if plan.fit.candidate.preset not in presets and programs_of(plan.fit.plan) not in programs:
             distinct.append(plan)
     return distinct
 
@@ -160,12 +160,12 @@ def test_programs_are_compared_without_their_messages(one, other, num_stages, nu
         )
         for preset in (one, other)
     )  # fmt: skip
-    assert _have_same_programs(first, second) == (first.programs == second.programs)
+    assert _have_same_programs(first, second) == (programs_of(first) == programs_of(second))
 
 
 def test_what_is_ranked_can_run():
     for plan in search(problem(num_workers=4, profiles=(profile(6),))).plans:
-        prove(plan.fit.plan)
+        proof_of(plan.fit.plan)
 
 
 def test_rematerialisation_is_for_those_without_memory():

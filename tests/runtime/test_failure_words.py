@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cyclic import PRESETS, make_plan
 from lightning_cyclic.errors import PeerError, StepError, WaitTimeoutError
+from lightning_cyclic.plan import programs_of
 from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.runtime.failure_words import (
     Waiter,
@@ -206,8 +207,8 @@ def test_an_action_of_any_step_is_drawn_where_a_short_timetable_has_one_like_it(
     )
     waiter = Waiter(plan, LocalTransport(PostOffice(), 1, 3))
     short = replace(plan, num_steps=4)
-    drawn = {(a.kind, a.t, a.i, a.j): a.s for a in short.programs[1] if a.i is not None}
-    for a in (a for a in plan.programs[1] if a.kind in (Kind.F, Kind.B)):
+    drawn = {(a.kind, a.t, a.i, a.j): a.s for a in programs_of(short)[1] if a.i is not None}
+    for a in (a for a in programs_of(plan)[1] if a.kind in (Kind.F, Kind.B)):
         moved, shift = waiter._drawable(a)
         assert moved.t + shift == a.t
         assert drawn[a.kind, moved.t, moved.i, moved.j] == moved.s

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan import make_plan, programs_of
 from lightning_cyclic.plan.actions import Payload, parse
 from lightning_cyclic.simulate import Costs, Network, account, lockstep, simulate
 
@@ -16,7 +16,7 @@ def both(num_workers, psi, latency_s):
     costs = Costs.even(num_stages, compute_s=1.0, model_bytes=psi)
     network = Network(latency_s=latency_s, bandwidth_bytes_per_s=1.0)
     return (
-        simulate(plan.programs, costs, network).step_s,
+        simulate(programs_of(plan), costs, network).step_s,
         lockstep(costs, network, num_workers).step_s,
     )
 
@@ -45,7 +45,7 @@ def test_bubble_of_flushed_pipelines(preset, num_stages, num_microbatches):
         num_microbatches=num_microbatches,
         num_steps=6,
     )
-    bubble = simulate(plan.programs, Costs.even(num_stages)).bubble
+    bubble = simulate(programs_of(plan), Costs.even(num_stages)).bubble
     expected = (num_stages - 1) / (num_microbatches + num_stages - 1)
     assert bubble == pytest.approx((expected,) * num_stages)
 
@@ -53,7 +53,7 @@ def test_bubble_of_flushed_pipelines(preset, num_stages, num_microbatches):
 @pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "cyclic_pipeline", "pipedream"])
 def test_no_bubble_without_a_flush(preset):
     plan = make_plan(preset, num_stages=4, num_workers=4, num_steps=12)
-    assert simulate(plan.programs, Costs.even(4)).bubble == pytest.approx((0.0,) * 4)
+    assert simulate(programs_of(plan), Costs.even(4)).bubble == pytest.approx((0.0,) * 4)
 
 
 P, S, T = Payload.P, Payload.S, Payload.T
@@ -69,7 +69,7 @@ def of_plan(preset, n, *, num_microbatches=None, num_steps=6):
     plan = make_plan(
         preset, num_stages=n, num_workers=n, num_microbatches=num_microbatches, num_steps=num_steps
     )
-    return account(plan.programs, Costs.even(n, model_bytes=100.0 * n, cut_bytes=3.0))
+    return account(programs_of(plan), Costs.even(n, model_bytes=100.0 * n, cut_bytes=3.0))
 
 
 def test_messages_and_bytes_of_the_middle_step_by_payload():
@@ -109,7 +109,7 @@ def test_tied_parameters_are_no_version_of_a_stage():
 def test_a_wide_pipeline_keeps_what_one_replica_keeps():
     one = of_plan("1f1b", 3).workers
     plan = make_plan("1f1b", num_stages=3, num_workers=6, num_steps=6, replicas=2)
-    wide = account(plan.programs, Costs.even(3, model_bytes=300.0, cut_bytes=3.0)).workers
+    wide = account(programs_of(plan), Costs.even(3, model_bytes=300.0, cut_bytes=3.0)).workers
     assert [worker.activations for worker in wide] == [w.activations for w in one] * 2
     assert [worker.param_bytes for worker in wide] == [100.0] * 6
     assert [worker.updates for worker in wide] == [1, 1, 1, 0, 0, 0]
@@ -147,5 +147,5 @@ def test_steps_take_what_the_page_on_presets_says(preset, seconds):
     costs = Costs.even(16, model_bytes=1.0)
     for psi_s, expected in zip((0.01, 0.1, 0.25), seconds, strict=True):
         network = Network(latency_s=0.0005, bandwidth_bytes_per_s=1 / psi_s)
-        found = simulate(plan.programs, costs, network, plan).step_s
+        found = simulate(programs_of(plan), costs, network, plan).step_s
         assert found == pytest.approx(expected, abs=5e-4)

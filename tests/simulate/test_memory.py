@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan import make_plan, programs_of
 from lightning_cyclic.plan.actions import MAKE_GRADIENTS, Kind, Payload
 from lightning_cyclic.plan.dataflow import live_activations, live_versions
 from lightning_cyclic.planner import Stages
@@ -94,7 +94,7 @@ def test_counts_are_those_of_the_program(preset, num_stages, more, replicas, rem
     """What cells and updates tell is what programs with all messages have."""
     each = max(num_stages - 1, 1) + more
     plan, workers = counts(preset, num_stages, each * replicas, remat=remat, replicas=replicas)
-    for w, (worker, program) in enumerate(zip(workers, plan.programs, strict=True)):
+    for w, (worker, program) in enumerate(zip(workers, programs_of(plan), strict=True)):
         (j,) = {a.j for a in program if a.kind is Kind.F}
         (most,) = live_versions(program).values()
         assert worker.parameters + worker.versions == most + _looks_ahead(plan, j)
@@ -114,7 +114,7 @@ def test_counts_are_those_of_the_program(preset, num_stages, more, replicas, rem
 def test_copies_of_a_stage_are_counted_whatever_else_its_worker_has(preset):
     plan = make_plan(preset, num_stages=8, num_workers=4, num_microbatches=12)
     found = copies(plan)
-    for w, (worker, program) in enumerate(zip(memory(plan, ONES), plan.programs, strict=True)):
+    for w, (worker, program) in enumerate(zip(memory(plan, ONES), programs_of(plan), strict=True)):
         own = [j for j in range(8) if plan.worker_of(0, j) == w]
         for j in own:
             assert found[j].activations == live_activations(a for a in program if a.j == j)
@@ -206,7 +206,7 @@ WHOLE_MICRO = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero")
 @pytest.mark.parametrize(("n", "num_stages"), [(2, 2), (3, 5), (4, 8)])
 def test_every_gradient_and_every_sum_has_one_place(preset, n, num_stages):
     plan = make_plan(preset, num_stages=num_stages, num_workers=n, num_steps=6)
-    for program, found in zip(plan.programs, spans(plan), strict=True):
+    for program, found in zip(programs_of(plan), spans(plan), strict=True):
         backwards = [(m, a.j) for m, a in enumerate(program) if a.kind is Kind.B]
         own = [(x.begin, x.j) for x in found if x.kind == "gradients"]
         assert sorted(own) == backwards
@@ -223,13 +223,13 @@ def test_every_gradient_and_every_sum_has_one_place(preset, n, num_stages):
 )
 def test_what_is_sent_waits_until_its_receiver_waits_for_it(preset, payload, w):
     plan = make_plan(preset, num_stages=2, num_workers=2, num_steps=6)
-    program, found = plan.programs[w], spans(plan)[w]
+    program, found = programs_of(plan)[w], spans(plan)[w]
 
     def is_it(a, kind):
         return a.kind is kind and a.payload is payload and a.t == 2
 
     n, sent = next((n, a) for n, a in enumerate(program) if is_it(a, Kind.SEND))
-    (taken,) = (a.s for a in plan.programs[1 - w] if is_it(a, Kind.RECV) and a.j == sent.j)
+    (taken,) = (a.s for a in programs_of(plan)[1 - w] if is_it(a, Kind.RECV) and a.j == sent.j)
     (span,) = (x for x in found if x.kind == "sums" and x.end == _end(program, max(taken, sent.s)))
     assert span.begin <= n < span.end
 
@@ -241,7 +241,7 @@ def _end(program, slot):
 
 def test_stages_of_others_are_there_from_their_receive_to_their_free():
     plan = make_plan("cyclic_zero", num_stages=4, num_workers=2, num_steps=6)
-    for program, found in zip(plan.programs, spans(plan), strict=True):
+    for program, found in zip(programs_of(plan), spans(plan), strict=True):
         fetched = [x for x in found if x.kind == "fetched"]
         frees = [n for n, a in enumerate(program) if a.kind is Kind.FREE]
         assert [x.end for x in fetched] == frees

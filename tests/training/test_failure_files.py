@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan import make_plan, program_of
 from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.flight_recorder import FOLDER
 from tests.harness import processes
@@ -81,7 +81,7 @@ def attempt(folder: Path, trouble: Callable[[], None], preset: str) -> tuple[str
     trainer = make_trainer(strategy, max_epochs=1, default_root_dir=folder)
     with pytest.raises(Exception) as caught:  # noqa: PT011  (the test looks at it)
         trainer.fit(module, loader(MicroBatches(module.kind, 40)))
-    program, w = strategy.plan.program, trainer.global_rank
+    program, w = program_of(strategy.plan), trainer.global_rank
     # behind the first step, which finds the stages, all start anew
     steps = chain.from_iterable(program.step(w, t, starts=t == 1) for t in range(1, BAD_STEP + 4))
     return "".join(traceback.format_exception_only(caught.value)), list(map(str, steps))
@@ -175,7 +175,7 @@ def test_of_a_rank_that_is_killed_the_other_shows_what_it_waited_for(tmp_path: P
     # gloo may have lost what was on its way, too
     waited = r"wait for (the batch|activations, stage 1, micro-batch \d), of step 5, from worker 0"
     assert re.fullmatch(waited, open_.words), open_
-    program = make_plan("1f1b", num_stages=2, num_workers=2, num_microbatches=4).program
+    program = program_of(make_plan("1f1b", num_stages=2, num_workers=2, num_microbatches=4))
     planned = [str(a) for t in range(6) for a in program.step(1, t)]
     actions = without_waits(did)
     assert "1UPDATE@5#4" in actions

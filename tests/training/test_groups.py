@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 
 from lightning_cyclic import CyclicStrategy, make_plan
 from lightning_cyclic.errors import ConfigurationError, PlanError
+from lightning_cyclic.plan import program_of
 from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.plugin.checks import check_hosts_of_groups
 from tests.harness.pipelines import Job, pipelines, prepare
@@ -51,7 +52,7 @@ def test_messages_and_bytes_are_those_of_the_program(preset: str) -> None:
     given = {"preset": preset, "stages": 4, "group_size": 2}
     ranks = pipelines(job, 4, function=fit_counting, **given)
     plan = ranks[0]["plan"]
-    for rank, program in zip(ranks, plan.program.first(NUM_STEPS), strict=True):
+    for rank, program in zip(ranks, program_of(plan).first(NUM_STEPS), strict=True):
         sends = [a for a in program if a.kind is Kind.SEND and a.payload in LARGE]
         for payload in LARGE:
             of_it = [a for a in sends if a.payload is payload]

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan import make_plan, programs_of
 from lightning_cyclic.plan.dataflow import live_activations
 from tests.harness import processes
 from tests.harness.rows import more
@@ -193,5 +193,5 @@ def test_activation_memory_is_that_of_the_timetable(num: int) -> None:
     plan = make_plan(
         "cyclic_dp", placement="single", num_stages=num, num_workers=1, num_microbatches=num
     )
-    alive = live_activations(plan.programs[0])
+    alive = live_activations(programs_of(plan)[0])
     assert given == pytest.approx(alive / num**2, rel=0.05)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan import make_plan, programs_of
 from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.viz.words import sentence
 from tests.harness import processes
@@ -52,7 +52,7 @@ def test_actions_of_a_fit_are_in_its_profile(preset: str) -> None:
         preset, num_stages=2, num_workers=2, num_steps=NUM_STEPS,
         num_microbatches=JOB.num_microbatches if is_pipeline else None,
     )  # fmt: skip
-    for w, program in enumerate(plan.programs):
+    for w, program in enumerate(programs_of(plan)):
         kinds = (Kind.F, Kind.B, Kind.UPDATE)
         # the first step of replicas finds the stages
         own = {sentence(a) for a in program if a.kind in kinds and (is_pipeline or a.t > 0)}

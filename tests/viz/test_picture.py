@@ -9,7 +9,7 @@ import matplotlib as mpl
 import pytest
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.plan import PRESETS, make_plan
+from lightning_cyclic.plan import PRESETS, make_plan, programs_of
 from lightning_cyclic.plan.actions import Kind, parse
 from lightning_cyclic.viz import draw, save_picture
 from lightning_cyclic.viz.picture import Rows, arrows_of, cells_of
@@ -60,7 +60,7 @@ def test_sums_end_behind_the_backward_and_weights_begin_with_their_update():
 def test_what_is_seen_is_what_the_text_says(preset, n):
     plan = of(preset, n, num_steps=3)
     drawn = draw(plan).replace("+", " ").split()
-    found = [c.action for c in cells_of(plan.programs)]
+    found = [c.action for c in cells_of(programs_of(plan))]
     cells = [f"{a.j}{a.kind}{a.i}@{a.v}" for a in found]
     assert sorted(cells) == sorted(text for text in drawn if "@" in text)
     arrows = any(arrow.x <= arrow.end_x for arrow in arrows_of(plan))
@@ -68,7 +68,7 @@ def test_what_is_seen_is_what_the_text_says(preset, n):
 
 
 def test_cells_of_one_slot_share_it_in_the_order_in_which_they_run():
-    cells = list(cells_of(make_plan("cyclic_mp", num_stages=4, num_workers=2).programs))
+    cells = list(cells_of(programs_of(make_plan("cyclic_mp", num_stages=4, num_workers=2))))
     slot = [c for c in cells if c.w == 0 and c.action.s == 6]
     assert [(c.x, c.width, c.action.kind) for c in slot] == [
         (6.0, 0.5, Kind.F),
@@ -226,11 +226,11 @@ def test_a_plan_is_its_timetable_in_time(preset, tmp_path):
     events = json.loads((tmp_path / "plan.json").read_text())
     spans = [e for e in events if e["ph"] == "X"]
     assert {(e["pid"] - 1, e["ts"], e["args"]["action"]) for e in spans} == {
-        (c.w, round(1000 * c.x, 3), str(c.action)) for c in cells_of(plan.programs)
+        (c.w, round(1000 * c.x, 3), str(c.action)) for c in cells_of(programs_of(plan))
     }
     longest = 2000 if plan.axes.schedule.splits else 1000  # of a backward that is not split
     assert all(0 < e["dur"] <= longest for e in spans)
-    made = ((w, a) for w, program in enumerate(plan.programs) for a in program)
+    made = ((w, a) for w, program in enumerate(programs_of(plan)) for a in program)
     assert {(e["pid"] - 1, e["ts"]) for e in events if e["ph"] == "i"} == {
         (w, 1000 * a.s) for w, a in made if a.kind == "UPDATE"
     }

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cyclic.plan import PRESETS, make_plan
+from lightning_cyclic.plan import PRESETS, make_plan, programs_of
 from lightning_cyclic.plan.actions import Kind, Payload, parse
 from lightning_cyclic.viz.words import CARRIED, sentence, title, waiting
 from tests.harness.programs import shaped
@@ -14,7 +14,7 @@ from tests.harness.programs import shaped
 @pytest.mark.parametrize("preset", PRESETS)
 def test_all_actions_have_words(preset):
     plan = make_plan(preset, **shaped(preset, 4, 4), num_steps=3)
-    for program in plan.programs:
+    for program in programs_of(plan):
         for a in program:
             assert re.fullmatch(r"[a-z ]+(, stage \d+)?(, micro-batch \d+)?", title(a)), a
             assert title(a) in sentence(a)

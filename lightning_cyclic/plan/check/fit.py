@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan.actions import Kind
+from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.presets import PLACEMENTS, WEIGHTS, schedules_of
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan import Plan
 
 
 def check_fit(plan: Plan) -> None:

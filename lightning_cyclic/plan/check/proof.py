@@ -14,16 +14,15 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+from typing import Any, Final, NoReturn, final
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Program
 from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.clock import refuse
 from lightning_cyclic.plan.dataflow import live_activations, live_versions, peak
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan.plan import Plan
+from lightning_cyclic.plan.lower import program_of, programs_of
+from lightning_cyclic.plan.plan import Plan, kept
 
 _USE_MADE = "use the programs of make_plan(...)"
 _MOST_CELLS = 2_000  # (micro-batch, stage, step) cells that a probe may have: about a second
@@ -39,7 +38,7 @@ SMALLER: Final = frozenset(
 KEPT: Final = frozenset(
     {
         "preset", "schedule", "placement", "weights", "sharding", "late_updates", "norms",
-        "updates_meet", "lowering", "proving",
+        "updates_meet",
     }
 )  # fmt: skip
 
@@ -116,7 +115,7 @@ def validate(plan: Plan, programs: tuple[Program, ...] | None = None) -> None:
         ValidationError: an action breaks a rule; the text has the timetable with an arrow.
     """
     check_timetable(plan)
-    programs = plan.programs if programs is None else programs
+    programs = programs_of(plan) if programs is None else programs
     replay = Replay(plan)
     replay.run(programs)
     replay.check_flushed(plan.num_steps - 1)
@@ -198,7 +197,8 @@ class Proof:
         )
 
 
-def prove(plan: Plan) -> Proof:
+@kept
+def proof_of(plan: Plan) -> Proof:
     """Prove that the program of a plan, whose axes and numbers fit, can run.
 
     Raises:
@@ -217,7 +217,7 @@ def _shape(plan: Plan) -> tuple[int, ...]:
 
 def _replay_with_flushes(plan: Plan) -> None:
     """Replay some steps, a flush in the middle, as many steps more, and a flush at the end."""
-    program, workers, middle = plan.program, range(plan.num_workers), plan.num_steps // 2
+    program, workers, middle = program_of(plan), range(plan.num_workers), plan.num_steps // 2
     replay = Replay(plan)
     ended = -1
     for t in range(plan.num_steps):

@@ -21,11 +21,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, NoReturn, final
+from typing import NoReturn, final
 
 from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Lane, Payload
 from lightning_cyclic.plan.clock import refuse
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
+from lightning_cyclic.plan.lower import program_of
 from lightning_cyclic.plan.passes.messages import (
     Channel,
     Ring,
@@ -33,10 +34,8 @@ from lightning_cyclic.plan.passes.messages import (
     is_for_one_use,
     ring_of,
 )
+from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.roles import version_readers
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan.plan import Plan
 
 # what would be alive for ever behind a flush
 _ARE_TAKEN = frozenset({
@@ -135,7 +134,7 @@ class _Worker:
         self._w = w
         self._queues = queues
         self._flow = Dataflow(plan, w)
-        self._depths = plan.program.depths
+        self._depths = program_of(plan).depths
         self._lanes: dict[Lane, deque[Action]] = {lane: deque() for lane in Lane if lane}
         self._under_way: Counter[Ring] = Counter()
         self._expected: Counter[Item] = Counter()  # will be there: received, or made on a lane

@@ -15,15 +15,12 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from lightning_cyclic.plan.actions import COMPUTE, MAKE_GRADIENTS, Action, Kind, Payload, Program
 from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.plan.passes.updates import together
+from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.roles import adder, adds_at_once, first_that_counts
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan.plan import Plan
 
 
 def adds(plan: Plan, program: Program, w: int) -> Iterator[Action]:

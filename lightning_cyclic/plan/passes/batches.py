@@ -13,13 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import product
-from typing import TYPE_CHECKING
 
 from lightning_cyclic.plan.actions import GO_BACK, Action, Kind, Payload
 from lightning_cyclic.plan.passes.messages import message
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan.plan import Plan
+from lightning_cyclic.plan.plan import Plan
 
 
 def batches(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action]:

@@ -6,14 +6,11 @@ C   who has the newest -> all other holders, one after the other
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.passes.messages import message
+from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.roles import handed_at
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan.plan import Plan
 
 
 def copies(plan: Plan, t: int, w: int) -> Iterator[Action]:

@@ -11,15 +11,12 @@ right before the update.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from lightning_cyclic.plan.actions import GO_BACK, Action, Kind, Payload, Program
 from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.plan.passes.updates import together
+from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.roles import completes
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan.plan import Plan
 
 
 def norms(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Lane, Payload, Program
 from lightning_cyclic.plan.dataflow import Dataflow, Item
@@ -43,9 +43,7 @@ from lightning_cyclic.plan.passes.messages import (
     channel_of,
     step_of,
 )
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan.plan import Plan
+from lightning_cyclic.plan.plan import Plan
 
 # messages of one kind and stage share buffers; gradients that are added, with those of one worker
 _Ring: TypeAlias = tuple[Payload | None, int, int | None]

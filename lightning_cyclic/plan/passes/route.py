@@ -24,15 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Payload, Program
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
 from lightning_cyclic.plan.passes.messages import message
+from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.roles import version_readers
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan.plan import Plan
 
 # what follows the rule alone: what carries it, and what its numbers are
 _PAYLOADS: dict[Any, tuple[Payload, str]] = {

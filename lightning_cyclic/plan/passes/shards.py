@@ -11,13 +11,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Lane, Payload, Program
 from lightning_cyclic.plan.passes.messages import message
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.plan import Plan
 
 
 def shards(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:

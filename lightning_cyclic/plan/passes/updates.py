@@ -17,12 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from lightning_cyclic.plan.actions import Action, Kind, Program
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan.plan import Plan
+from lightning_cyclic.plan.plan import Plan
 
 
 def updates(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:

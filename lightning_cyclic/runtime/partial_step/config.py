@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan import Plan, program_of
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.passes.batches import first_stage, teller
 from lightning_cyclic.plan.passes.messages import message
@@ -111,14 +111,14 @@ class Plans:
     def evaluation(self, worker: int, t: int) -> list[Action]:
         """Return the forward of one batch that is not cut."""
         if self._evaluation is None:
-            actions = [*self.of(1).program.first(1)[worker], *self._told_besides(worker)]
+            actions = [*program_of(self.of(1)).first(1)[worker], *self._told_besides(worker)]
             self._evaluation = [a for a in actions if (a.payload or a.kind) in _EVALUATES]
         return [replace(a, t=t) for a in self._evaluation]
 
     def _told_besides(self, worker: int) -> list[Action]:
         """Let those know what came out who have no part: where workers take turns, some may."""
         plan = self.of(1)
-        programs, replica = plan.program.first(1), plan.axes.placement.replica(worker)
+        programs, replica = program_of(plan).first(1), plan.axes.placement.replica(worker)
         source = teller(plan, worker)
         (tell,) = [a for a in programs[source] if a.kind is Kind.TELL]
         told = {w for w in replica if any(a.kind is Kind.TELL for a in programs[w])}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import PlanError, StepError
-from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan import Plan, program_of
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import step_of
@@ -135,7 +135,7 @@ class StagewiseSession:
 
     @property
     def program(self) -> Program:
-        return self._plans.usual.program
+        return program_of(self._plans.usual)
 
     @property
     def stage_of(self) -> dict[str, int] | None:
@@ -476,7 +476,7 @@ class StagewiseSession:
             self.verifier.begin(parts, accumulate, call, expect)
         self._step.prepare(self.t, self._micro(parts, shares, "train"), call, training=True)
         self._modes = [(m, m.training) for m in self.module.modules()]
-        program = self._plans.of(len(parts)).program
+        program = program_of(self._plans.of(len(parts)))
         actions = _shared(program.step(self.worker, self.t, ended=self._ended))
         if self.flows:
             self._forget(self.t - self._plans.usual.steps_under_way)

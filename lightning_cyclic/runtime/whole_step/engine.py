@@ -21,7 +21,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan import Plan, program_of
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import is_for_one_use
@@ -114,8 +114,8 @@ class Engine:
         self._parameters = [[forms.trained(named[n]) for n in ns] for ns in stages.trained]
         self._waiter = Waiter(plan, transport)
         device = next((p.device for p in named.values()), torch.device("cpu"))
-        depths = plan.program.depths
-        self._line = transport.connect(plan.program)
+        depths = program_of(plan).depths
+        self._line = transport.connect(program_of(plan))
         self._messages = Messages(self._line, depths, self._waiter.wait, device)
         keeps = not plan.axes.sharding.gathers
         self.stores = [
@@ -143,7 +143,7 @@ class Engine:
         hooks, lanes = _Hooks(self._enter), waiting_lanes(plan, self._w)
         # what the main thread waits for has less, and says more
         self._worker = Worker(
-            plan.program.flow(self._w), self._messages, hooks, self._exchange, hooks, lanes,
+            program_of(plan).flow(self._w), self._messages, hooks, self._exchange, hooks, lanes,
             lambda: transport.crew.timeout_s * 1.1 + 1,
         )  # fmt: skip
         for j in range(plan.num_stages):
@@ -251,11 +251,11 @@ class Engine:
         Nothing is under way then, and the versions that are kept are those of any such plan.
         """
         assert self.is_flushed
-        assert plan.program.channels == self.plan.program.channels
+        assert program_of(plan).channels == program_of(self.plan).channels
         self.plan = plan
         self._waiter.follow(plan)
-        self._messages.follow(plan.program.depths)
-        self._worker.follow(plan.program.flow(self._w))
+        self._messages.follow(program_of(plan).depths)
+        self._worker.follow(program_of(plan).flow(self._w))
 
     @property
     def ends(self) -> bool:
@@ -279,7 +279,7 @@ class Engine:
 
     def _begin(self, *, starts: bool) -> None:
         self._shown.free_all()  # what a flush has brought
-        program = self.plan.program
+        program = program_of(self.plan)
         self._actions = program.step(self._w, self.t, ended=self._ended, starts=starts)
         self._at, self._entered, self._round = 0, -1, 0
         self._older = self._find_older()
@@ -484,7 +484,7 @@ class Engine:
             whole: of every stage on every worker; else where parameters stay at their owners
                 (sharding "full") these alone have them.
         """
-        program, last = self.plan.program, self.t - 1
+        program, last = program_of(self.plan), self.t - 1
         if self.is_flushed and (self._is_whole or not whole):
             return
         if self.is_flushed:
@@ -573,8 +573,8 @@ class _Hooks:
 
 def waiting_lanes(plan: Plan, worker: int) -> frozenset[Lane]:
     """List the lanes of a worker on which something waits for other workers."""
-    flow = plan.program.flow(worker)
-    steady = plan.program.step(worker, plan.program.steady)
+    flow = program_of(plan).flow(worker)
+    steady = program_of(plan).step(worker, program_of(plan).steady)
     come = {(flow(a).makes[0][0], a.j) for a in steady if a.kind is Kind.RECV}
     return frozenset(
         a.lane

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.plan import Plan, make_plan, program_of
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.runtime.partial_step.config import Plans, StagewiseConfig
 from lightning_cyclic.runtime.stages.cuts import Cuts
@@ -40,7 +40,7 @@ def computed(actions: Iterable[Action]) -> list[tuple[Kind, int, int | None]]:
 @pytest.mark.parametrize("num_microbatches", [4, 3, 1])
 def test_a_step_has_the_micro_batches_that_its_batch_gave(num_microbatches: int) -> None:
     expected = [(kind, 5, i) for kind in (Kind.F, Kind.B) for i in range(num_microbatches)]
-    assert computed(plans_of("gpipe").of(num_microbatches).program.step(0, 5)) == expected
+    assert computed(program_of(plans_of("gpipe").of(num_microbatches)).step(0, 5)) == expected
 
 
 @pytest.mark.parametrize("preset", ["gpipe", "1f1b", "pipedream_2bw"])

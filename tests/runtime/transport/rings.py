@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan import make_plan, program_of
 from lightning_cyclic.plan.actions import Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel, Ring
 from lightning_cyclic.runtime.transport.crew import AbstractCrew
@@ -33,7 +33,7 @@ def room(size: int = 1) -> Tensor:
 
 
 def channels_of(preset: str, num_workers: int) -> tuple[Channel, ...]:
-    return make_plan(preset, num_stages=num_workers, num_workers=num_workers).program.channels
+    return program_of(make_plan(preset, num_stages=num_workers, num_workers=num_workers)).channels
 
 
 def join() -> tuple[int, int]:

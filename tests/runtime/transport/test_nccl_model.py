@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan import make_plan, program_of
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel, Ring, ring_of
 from lightning_cyclic.runtime.transport.base import Part
@@ -24,7 +24,7 @@ FIRST, SECOND = ring(), ring(payload=Payload.R, j=3)
 def run_a_program(preset: str) -> int:
     """Do the sends and receives of three steps and a flush, and compute nothing."""
     rank, num = join()
-    program = make_plan(preset, num_stages=num, num_workers=num).program
+    program = program_of(make_plan(preset, num_stages=num, num_workers=num))
     model = GlooModel(20.0, Rules(program.channels, program.depths))
     count = follow(model, program.first(3)[rank], program.depths)
     model.assert_idle(5)
@@ -107,7 +107,7 @@ def fail_on_rank_1() -> tuple[list[str], float]:
 def test_programs_run(preset: str, num_ranks: int) -> None:
     plan = make_plan(preset, num_stages=num_ranks, num_workers=num_ranks)
     for worker, count in enumerate(processes.run(run_a_program, num_ranks, preset)):
-        assert count == sum(a.kind is Kind.SEND for a in plan.program.first(3)[worker])
+        assert count == sum(a.kind is Kind.SEND for a in program_of(plan).first(3)[worker])
 
 
 def test_broken_rules_are_named_between_processes() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan import make_plan, programs_of
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.runtime.stages.stage_map import Recorder, StageMap, make_stages
 from lightning_cyclic.runtime.transport import CountingTransport
@@ -244,7 +244,7 @@ def test_messages_and_bytes_are_those_of_the_program(n: int, preset: str) -> Non
         preset, num_stages=s, num_workers=n, num_steps=num_steps, relayed=tuple(range(s)),
     )  # fmt: skip
     for worker in workers:
-        sends = [a for a in plan.programs[worker.transport.worker] if a.kind == "SEND"]
+        sends = [a for a in programs_of(plan)[worker.transport.worker] if a.kind == "SEND"]
         starts = preset != "lockstep_dp" and worker.transport.worker < n - 1
         assert worker.transport.messages[Payload.K] == int(starts)
         for payload in set(Payload) - {Payload.K}:
