@@ -26,7 +26,7 @@ from lightning_cyclic.plugin.optimizers import (
 from lightning_cyclic.plugin.records import refused_in_update
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.absent import Home, come_back, home_of, leave
-from lightning_cyclic.runtime.partial_step.ghosts import user_line
+from lightning_cyclic.runtime.torch_functions import user_line
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 if TYPE_CHECKING:

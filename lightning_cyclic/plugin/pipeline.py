@@ -43,10 +43,10 @@ from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.partial_step.collectives import rank_of
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
-from lightning_cyclic.runtime.partial_step.ghosts import user_line
 from lightning_cyclic.runtime.partial_step.module_state import state_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.evidence import is_metric
+from lightning_cyclic.runtime.torch_functions import user_line
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.plain import decode, encode
 

@@ -20,7 +20,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.partial_step.ghosts import user_line
+from lightning_cyclic.runtime.torch_functions import user_line
 
 Reduce = Callable[[Tensor, Any, Any], Tensor]
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cyclic.runtime.partial_step.ghosts import Ghost, reads_metadata, tensors_in
+from lightning_cyclic.runtime.partial_step.ghosts import Ghost, tensors_in
+from lightning_cyclic.runtime.torch_functions import reads_metadata
 
 _HOME = "_cyclic_home"  # on an absent tensor: (its home, its name, what it was)
 _NOWHERE = (None, "", None)

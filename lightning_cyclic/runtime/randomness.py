@@ -22,26 +22,6 @@ from lightning_cyclic.runtime.snapshot import (
     state_of_generator,
 )
 
-DRAWS = frozenset(
-    {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal"}
-    | {"bernoulli", "multinomial", "poisson", "binomial", "dropout", "rrelu", "bernoulli_"}
-    | {"normal_", "uniform_", "exponential_", "geometric_", "log_normal_", "cauchy_", "random_"}
-    | {"dropout_", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_"}
-    | {"feature_alpha_dropout", "feature_alpha_dropout_", "dropout1d", "dropout2d", "dropout3d"}
-    | {"gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d", "native_dropout"}
-    | {"fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"}
-    | {"scaled_dot_product_attention", "multi_head_attention_forward", "rrelu_"}
-    | {"_sample_dirichlet", "_standard_gamma", "lstm", "gru", "rnn_tanh", "rnn_relu"}
-    | {"kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_", "trunc_normal_"}
-)
-"""Names of torch functions that may draw random numbers."""
-
-
-def is_random(func: Any) -> bool:
-    """Say whether a torch function may draw random numbers."""
-    return func.__name__ in DRAWS
-
-
 _NONE: Mapping[str, Any] = {}
 
 

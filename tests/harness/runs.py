@@ -21,6 +21,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from lightning_cyclic.runtime.torch_functions import Line
 from tests.harness import processes
 from tests.harness.trainers import Said, make_trainer, weights_of
 
@@ -159,4 +160,4 @@ def line_of(kind: type, comment: str = "this line") -> Path:
     """Return path:line of the one line of a class that ends with a comment, as errors name it."""
     lines, first = inspect.getsourcelines(kind)
     (n,) = (n for n, line in enumerate(lines) if line.rstrip().endswith(f"# {comment}"))
-    return Path(f"{inspect.getsourcefile(kind)}:{first + n}")
+    return Path(str(Line(str(inspect.getsourcefile(kind)), first + n)))

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_cyclic.runtime.partial_step.tape import DRAWS_PLAINLY, names
-from lightning_cyclic.runtime.randomness import DRAWS, Randomness, is_random, undisturbed
+from lightning_cyclic.runtime.randomness import Randomness, undisturbed
+from lightning_cyclic.runtime.torch_functions import DRAWS, is_random
 from tests.runtime.partial_step.hand import CPU, router_of, run_stages
 
 

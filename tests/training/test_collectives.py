@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import all_reduce  # by a name of the user's own
 
+from lightning_cyclic.runtime.torch_functions import Line
 from tests.conformance.modules import SIZE, Plain, vectors
 from tests.harness.rows import more
 from tests.harness.runs import Result, run
@@ -133,7 +134,10 @@ def test_elsewhere_they_are_refused_at_once(
     said = [end.text for end in ends if end.error == "StepError"]
     for text in said:
         assert torch.distributed.__name__ in text
-        file, line = rf"{__file__}:{call.__code__.co_firstlineno + 1}", "waits for all workers"
+        file, line = (
+            Line(__file__, call.__code__.co_firstlineno + 1).short,
+            "waits for all workers",
+        )
         assert file in text, text
         assert line in text
         assert "allowed: in validation, in on_train_batch_end" in text

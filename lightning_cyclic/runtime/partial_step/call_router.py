@@ -19,9 +19,9 @@ from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.compiled import IN_PLACE, is_compiled_in_place, named_modules
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost
 from lightning_cyclic.runtime.partial_step.tape import MARK, OWNED
-from lightning_cyclic.runtime.partial_step.watch import Watch
 from lightning_cyclic.runtime.plain_copies import ours
 from lightning_cyclic.runtime.stages.evidence import is_inside, is_metric
+from lightning_cyclic.runtime.torch_functions import FunctionWatch
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.plain_step import PlainRun
@@ -72,10 +72,9 @@ class CallRouter:
         self.cuts = cuts
         self.device = device
         self.run: Run | PlainRun | None = None  # that is under way
-        self.looking: Run | PlainRun | None = (
-            None  # the same, while it looks at calls: outside units
-        )
-        self.watch = Watch(self)
+        # the same, while it looks at calls: outside units
+        self.looking: Run | PlainRun | None = None
+        self.watch = FunctionWatch()
         self.num_stages = len(cuts.starts) + 1
         self._begins = {path: j for j, path in enumerate(cuts.starts, start=1)}
         self._stateful = dict.fromkeys(cuts.stateful)
@@ -85,6 +84,20 @@ class CallRouter:
         self._set_by_hooks: dict[int, dict[str, Tensor]] = {}  # module -> what is real of it
         self._methods = list(self._route())
         self._own = self._own_methods()
+
+    def begin(self, run: Run | PlainRun) -> None:
+        """Let a run answer calls and torch functions."""
+        self.run = run
+        self.look(run)
+
+    def end(self) -> None:
+        self.run = None
+        self.look(None)
+
+    def look(self, run: Run | PlainRun | None) -> None:
+        """Let the run look at what is called from here on, or nobody."""
+        self.looking = run
+        self.watch.hear = None if run is None else run.function
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -7,18 +7,14 @@ function that is given the ghost gets the real tensor in its place.
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import sys
 from itertools import compress
-from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.torch_functions import reads_metadata, user_line
 from lightning_cyclic.runtime.values.plain import TensorSpec
 
 if TYPE_CHECKING:
@@ -26,17 +22,6 @@ if TYPE_CHECKING:
 
 Handle = tuple[int, int, int]
 """Where a tensor was made: region, event in the region, leaf of the event's output."""
-
-READS_METADATA = frozenset(
-    {"size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"}
-    | {"is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj"}
-    | {"is_neg", "is_pinned", "is_shared", "storage_offset", "__len__", "__hash__", "has_names"}
-    | {"is_same_size", "_is_view", "is_set_to", "requires_grad_", "__repr__", "__format__"}
-)
-"""Names of functions that a ghost answers by itself."""
-TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag", "grad"})
-"""Names of the properties of a tensor that are tensors; all others are metadata."""
-
 
 NUM_ATTRIBUTES = 5  # a ghost's own
 
@@ -133,14 +118,6 @@ class Ghost(Tensor):
         )
 
 
-def reads_metadata(func: Any) -> bool:
-    """Say whether a torch function reads what a ghost knows."""
-    name = func.__name__
-    if name == "__get__":
-        return func.__self__.__name__ not in TENSOR_PROPERTIES
-    return name in READS_METADATA
-
-
 def ask(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that reads metadata on a ghost itself.
 
@@ -192,24 +169,6 @@ def real(value: Any) -> Any:
         made = [real(value.start), real(value.stop), real(value.step)]
         return slice(*made)
     return value
-
-
-def user_line() -> str:
-    """Return file and line of the innermost frame that is the user's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not any(part in file for part in _NOT_THE_USERS):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "line unknown"
-
-
-_OF_PACKAGES = (
-    f"{Path(__file__).parents[2]}/", "/torch/", "/lightning/fabric/", "/lightning/pytorch/",
-    "/lightning_fabric/", "/pytorch_lightning/", contextlib.__file__, copy.__file__,
-)  # fmt: skip
-_NOT_THE_USERS = (*_OF_PACKAGES, *(part.replace("/", "\\") for part in _OF_PACKAGES))
 
 
 def _first_ghost(args: Any, kwargs: Any) -> Ghost | None:

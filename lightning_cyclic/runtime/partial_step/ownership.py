@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import PlanError, StepError
 from lightning_cyclic.runtime.absent import Home, come_back, leave
-from lightning_cyclic.runtime.partial_step.ghosts import user_line
+from lightning_cyclic.runtime.torch_functions import user_line
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 if TYPE_CHECKING:

@@ -17,12 +17,6 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch._C import (
-    _get_function_stack_at,
-    _len_torch_function_stack,
-    _pop_torch_function_stack,
-    _push_on_torch_function_stack,
-)
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
@@ -40,9 +34,9 @@ from lightning_cyclic.runtime.partial_step.evidence import (
 from lightning_cyclic.runtime.partial_step.ghosts import tensors_in
 from lightning_cyclic.runtime.partial_step.losses import loss_of
 from lightning_cyclic.runtime.partial_step.stage_step import Outcome
-from lightning_cyclic.runtime.partial_step.watch import known
 from lightning_cyclic.runtime.randomness import Randomness, undisturbed
 from lightning_cyclic.runtime.snapshot import Print, Snapshot, print_of, tensor_print
+from lightning_cyclic.runtime.torch_functions import known, leave_modes, num_modes
 from lightning_cyclic.runtime.values.trees import map_tensors, tensors
 from lightning_cyclic.runtime.weight_forms import WeightForms
 
@@ -269,8 +263,8 @@ class PlainRun:
         self._notes = notes
 
     def __call__(self, step: Callable[[], Any]) -> Any:
-        router, depth = self.router, _len_torch_function_stack()
-        router.run = router.looking = self
+        router, depth = self.router, num_modes()
+        router.begin(self)
         try:
             self._enter(0)
             router.watch.insert(depth)
@@ -278,9 +272,8 @@ class PlainRun:
             self._leave()
             return output
         finally:
-            router.run = router.looking = None
-            while _len_torch_function_stack() > depth:
-                _pop_torch_function_stack()
+            router.end()
+            leave_modes(depth)
 
     def call(self, unit: Unit, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.reach(unit.path, unit.begins)
@@ -288,16 +281,15 @@ class PlainRun:
             return original(*args, **kwargs)
         given = [tensor_print(x) for x in tensors_in(args, kwargs)]
         router, self.depth = self.router, 1
-        is_top = _get_function_stack_at(_len_torch_function_stack() - 1) is router.watch
-        if is_top:
-            _pop_torch_function_stack()
-        router.looking = None
+        is_aside = router.watch.step_aside()
+        router.look(None)
         try:
             result = original(*args, **kwargs)
         finally:
-            router.looking, self.depth = self, 0
-            if is_top:
-                _push_on_torch_function_stack(router.watch)
+            router.look(self)
+            self.depth = 0
+            if is_aside:
+                router.watch.come_back()
         self._notes.call(self._i, self.region, unit.event, given, tensors(result))
         return result
 

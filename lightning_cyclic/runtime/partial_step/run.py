@@ -17,12 +17,6 @@ from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
-from torch._C import (
-    _get_function_stack_at,
-    _len_torch_function_stack,
-    _pop_torch_function_stack,
-    _push_on_torch_function_stack,
-)
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.absent import AbsentBuffer, AbsentParameter
@@ -34,15 +28,20 @@ from lightning_cyclic.runtime.partial_step.ghosts import (
     ask,
     real,
     tensors_in,
-    user_line,
 )
 from lightning_cyclic.runtime.partial_step.micro_batches import BatchReads
 from lightning_cyclic.runtime.partial_step.replay import Replay
 from lightning_cyclic.runtime.partial_step.sharing import NO_SHARING
 from lightning_cyclic.runtime.partial_step.tape import MARK, OWNED, Delivery, Record
-from lightning_cyclic.runtime.partial_step.watch import Known, known
 from lightning_cyclic.runtime.randomness import Randomness
 from lightning_cyclic.runtime.snapshot import tensor_print
+from lightning_cyclic.runtime.torch_functions import (
+    Known,
+    known,
+    leave_modes,
+    num_modes,
+    user_line,
+)
 from lightning_cyclic.runtime.values.trees import flatten, tensors, unflatten
 
 
@@ -171,7 +170,7 @@ class Run:
         self._modes = (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            _len_torch_function_stack(),
+            num_modes(),
         )
 
     @property
@@ -185,11 +184,11 @@ class Run:
         Raises:
             StepError: the stage never began, or never ended.
         """
-        self.router.run = self.router.looking = self
+        self.router.begin(self)
         try:
             return self._check_end(self._output_of(step))
         finally:
-            self.router.run = self.router.looking = None
+            self.router.end()
             for region in {handle[0] for handle in self._came}:
                 self._replays[region].release()
             self._came = {}
@@ -202,7 +201,7 @@ class Run:
             return None
         finally:
             if self._is_watching:
-                _pop_torch_function_stack()
+                leave_modes(num_modes() - 1)
 
     # ------------------------------------------------------------------ calls
 
@@ -227,10 +226,8 @@ class Run:
         if self._changed or Ghost in map(type, inputs):
             args, kwargs, inputs = self._given(args, kwargs, inputs)
         router, self.depth = self.router, 1
-        is_top = _get_function_stack_at(_len_torch_function_stack() - 1) is router.watch
-        if is_top:
-            _pop_torch_function_stack()
-        router.looking = None
+        is_aside = router.watch.step_aside()
+        router.look(None)
         given = None if self.notes is None else [tensor_print(x) for x in inputs]
         try:
             before = list(map(_version_of, inputs))
@@ -246,9 +243,10 @@ class Run:
                     self.notes.call(self.i, self.target, unit.event, given or (), tensors(result))
             return self.record.write(unit.event, result, inputs, mutated)
         finally:
-            router.looking, self.depth = self, 0
-            if is_top:
-                _push_on_torch_function_stack(router.watch)
+            router.look(self)
+            self.depth = 0
+            if is_aside:
+                router.watch.come_back()
 
     # ------------------------------------------------------------------ torch functions
 
@@ -398,7 +396,7 @@ class Run:
     def _taken(self) -> Delivery | None:
         """Call the callable as outside of the contexts that the user's code has entered."""
         with_grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        if (with_grad, inference, _len_torch_function_stack()) == self._modes:
+        if (with_grad, inference, num_modes()) == self._modes:
             return self._take()
         other = torch.inference_mode(self._modes[1]) if inference != self._modes[1] else None
         with (

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.partial_step.ghosts import Handle, user_line
+from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.stages.ledger import version
+from lightning_cyclic.runtime.torch_functions import user_line
 
 
 def groups_of(
@@ -108,7 +109,7 @@ class Sharing:
         for h, (x, before) in self._known.items():
             if version(x) != before:
                 self._known[h] = (x, version(x))
-                line = user_line()
+                line = str(user_line())
                 mates = {m for m, n in self.groups.items() if n == self.groups[h] and m != h}
                 self.stale |= dict.fromkeys(mates, line)
                 self.check(mates.intersection(used))

@@ -8,32 +8,14 @@ Everything has its *tick*: the number of calls, ends of calls and torch function
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
+from lightning_cyclic.runtime.torch_functions import Line
+
 ClockName: TypeAlias = Literal["counted", "measured"]
-
-
-class Line(NamedTuple):
-    """Name a line of the user's code."""
-
-    file: str
-    number: int
-
-    def __str__(self) -> str:
-        if not self.file:
-            return "line unknown"
-        return f"{self.file.removeprefix(os.getcwd() + os.sep)}:{self.number}"
-
-    @property
-    def short(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.number}"
-
-
-NO_LINE = Line("", 0)
 
 
 class Use(NamedTuple):

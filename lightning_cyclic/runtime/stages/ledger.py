@@ -12,20 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
-from lightning_cyclic.runtime.stages.evidence import Change, Edit, Line, Read, Storage, Use, Value
+from lightning_cyclic.runtime import torch_functions
+from lightning_cyclic.runtime.stages.evidence import Change, Edit, Read, Storage, Use, Value
+from lightning_cyclic.runtime.torch_functions import PACKAGE, READS_VALUE, TORCH, is_in_place
 
-READS_VALUE = frozenset(
-    {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
-    | {"__complex__", "equal", "allclose", "is_nonzero", "__contains__"}
-)
-"""Names of the torch functions that hand values to Python."""
 _LIMITS_NORM = frozenset({"embedding", "embedding_bag"})  # of rows, in place, if they are told
-_TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parent)
-_PACKAGE = str(Path(__file__).parents[2])
+_SEE = (TORCH, str(Path(__file__).parent), torch_functions.__file__)  # what a survey sees it with
 
 
 @dataclass(slots=True)
@@ -233,29 +227,23 @@ def arguments(value: Any) -> Iterator[Tensor]:
 
 
 def about_to_change(name: str, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if name in _LIMITS_NORM and kwargs.get("max_norm") is not None:
         yield from arguments(args)
-    if args and (in_place or kwargs.get("inplace") is True):
+    if args and (is_in_place(name) or kwargs.get("inplace") is True):
         yield from arguments(args[0])
     yield from arguments(kwargs.get("out"))
 
 
 def is_the_users() -> bool:
     """Say whether code outside this package calls a torch function: not what lends weights."""
-    return not user_line().file.startswith(_PACKAGE)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SEE):
+        frame = frame.f_back
+    return not frame.f_code.co_filename.startswith(PACKAGE)
 
 
 def version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
-
-
-def user_line() -> Line:
-    """Return the innermost line outside torch and this folder."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OWN)):
-        frame = frame.f_back
-    return Line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def num_bytes(x: Tensor) -> int:

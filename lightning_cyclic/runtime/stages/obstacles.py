@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from itertools import dropwhile, groupby
 from typing import final
 
-from lightning_cyclic.runtime.stages.evidence import Closed, Line, Moved, Read, Survey, Use
+from lightning_cyclic.runtime.stages.evidence import Closed, Moved, Read, Survey, Use
+from lightning_cyclic.runtime.torch_functions import Line
 
 Split = frozenset[str]
 """Paths of the modules within whose calls stages begin."""

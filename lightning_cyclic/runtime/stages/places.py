@@ -18,8 +18,9 @@ from itertools import accumulate
 from typing import Literal, NoReturn, TypeAlias, final
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.runtime.stages.evidence import NO_LINE, Call, Survey
+from lightning_cyclic.runtime.stages.evidence import Call, Survey
 from lightning_cyclic.runtime.stages.obstacles import Obstacle, Obstacles, Split
+from lightning_cyclic.runtime.torch_functions import NO_LINE
 
 Balance: TypeAlias = Literal["time", "activations"]
 

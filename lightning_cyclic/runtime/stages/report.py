@@ -11,9 +11,10 @@ from rich.table import Table
 
 from lightning_cyclic.runtime.stages.clocks import FLOPS_PER_BYTE, FLOPS_PER_NS
 from lightning_cyclic.runtime.stages.cuts import Cuts
-from lightning_cyclic.runtime.stages.evidence import NO_LINE, Call, Survey
+from lightning_cyclic.runtime.stages.evidence import Call, Survey
 from lightning_cyclic.runtime.stages.obstacles import Obstacle
 from lightning_cyclic.runtime.stages.places import CutPoints, Load, Place, paste
+from lightning_cyclic.runtime.torch_functions import NO_LINE
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
 
 _WIDTH = 100

@@ -2,7 +2,7 @@
 
 The first training step is run as it is, with a note taken whenever a module is called and
 whenever a parameter is first used: by the module that owns it, or by glue code (seen by a
-TorchFunctionMode). A stage may begin at the first call of a module. What lies between two such
+FunctionWatch). A stage may begin at the first call of a module. What lies between two such
 calls and first uses parameters, trained or frozen, is a *unit*; stages are runs of units.
 """
 
@@ -16,12 +16,12 @@ from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.planner.partition import balance
 from lightning_cyclic.runtime.compiled import before_calls, is_compiled, named_modules
+from lightning_cyclic.runtime.torch_functions import FunctionWatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Recorder:
             if path and not isinstance(m, torch.jit.ScriptModule)
         ]
         try:
-            with _ParameterWatch(self._note_glue):
+            with FunctionWatch(self._function):
                 yield
         finally:
             for end in ends:
@@ -154,8 +154,11 @@ class Recorder:
 
         return note_call
 
-    def _note_glue(self, parameter: nn.Parameter) -> None:
-        self._note(parameter, glue=True)
+    def _function(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, nn.Parameter):
+                self._note(leaf, glue=True)
+        return func(*args, **kwargs)
 
     def _note(self, parameter: nn.Parameter, *, glue: bool) -> None:
         name = self._names.get(id(parameter))
@@ -172,23 +175,6 @@ class Recorder:
     def _starts_unit(self) -> bool:
         # a boundary before the very first use would leave stage 0 without parameters
         return bool(self._candidates) and bool(self._units[-1][1])
-
-
-@final
-class _ParameterWatch(TorchFunctionMode):
-    """Call back with every parameter that a torch function is given."""
-
-    def __init__(self, note: Callable[[nn.Parameter], None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Iterable[Any] = (), kwargs: Any = None
-    ) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, nn.Parameter):
-                self._note(leaf)
-        return func(*args, **(kwargs or {}))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -22,21 +22,17 @@ from typing import Any, NamedTuple, final
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.compiled import is_compiled, uncompiled
-from lightning_cyclic.runtime.partial_step.ghosts import reads_metadata
 from lightning_cyclic.runtime.plain_copies import ours
 from lightning_cyclic.runtime.snapshot import Snapshot, untouched
 from lightning_cyclic.runtime.stages.clocks import AbstractClock, CountedClock, MeasuredClock
 from lightning_cyclic.runtime.stages.evidence import (
-    NO_LINE,
     Call,
     ClockName,
     Closed,
     Held,
-    Line,
     Moved,
     Survey,
     Use,
@@ -45,13 +41,19 @@ from lightning_cyclic.runtime.stages.evidence import (
     quietest,
 )
 from lightning_cyclic.runtime.stages.ledger import (
-    READS_VALUE,
     Ledger,
     about_to_change,
     arguments,
     is_the_users,
-    user_line,
     version,
+)
+from lightning_cyclic.runtime.torch_functions import (
+    NO_LINE,
+    READS_VALUE,
+    FunctionWatch,
+    Line,
+    reads_metadata,
+    user_line,
 )
 from lightning_cyclic.runtime.values.trees import tensors
 
@@ -177,8 +179,9 @@ class _Surveyor:
     # ------------------------------------------------------------------ running
 
     def run(self, step: Callable[[], Any]) -> None:
+        watch = FunctionWatch(self._function)
         with _no_collection(), torch.no_grad(), uncompiled(self._module), _quiet(), \
-                self._followed(), _Watch(self), self._clock.running():  # fmt: skip
+                self._followed(), watch, self._clock.running():  # fmt: skip
             result = step()
             self._end_ns = self._clock.now_ns()
         end = self._use()
@@ -288,7 +291,7 @@ class _Surveyor:
 
     # ------------------------------------------------------------------ torch functions
 
-    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _function(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         self._clock.pause()
         if reads_metadata(func):
             self._clock.resume()
@@ -436,16 +439,6 @@ class _Surveyor:
 
     def _calls_of(self, path: str) -> list[tuple[int, _Open]]:
         return [(k, c) for k, c in enumerate(self._calls) if path and c.path == path]
-
-
-@final
-class _Watch(TorchFunctionMode):
-    def __init__(self, surveyor: _Surveyor) -> None:
-        super().__init__()
-        self._surveyor = surveyor
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._surveyor.function(func, args, kwargs or {})
 
 
 def _closed(x: _Checkpoint) -> Closed:

@@ -6,7 +6,7 @@ key for each of its draws. A whole step skips nothing, and only has to follow:
 
     first call of stage j    begin its stream                        a hook
     module with parameters   draws from the stream                   a hook stops the watch
-    code between them        each draw has the key of its number     a TorchFunctionMode watches
+    code between them        each draw has the key of its number     a FunctionWatch sees it
 """
 
 from __future__ import annotations
@@ -17,17 +17,10 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch._C import (
-    _get_function_stack_at,
-    _len_torch_function_stack,
-    _pop_torch_function_stack,
-    _push_on_torch_function_stack,
-)
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from lightning_cyclic.runtime.compiled import around_forwards, named_modules
-from lightning_cyclic.runtime.randomness import Randomness, is_random, undisturbed
+from lightning_cyclic.runtime.randomness import Randomness, undisturbed
+from lightning_cyclic.runtime.torch_functions import FunctionWatch, is_random
 
 
 @final
@@ -74,11 +67,11 @@ class KeyedDraws:
 
 
 @final
-class _Watch(TorchFunctionMode):
+class _Watch:
     """See the torch functions of code between modules, and no others."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._functions = FunctionWatch(self._function)
         self._randomness: Randomness | None = None
         self._stage = 0
         self._depth = 0  # of calls of modules that are under way
@@ -91,7 +84,7 @@ class _Watch(TorchFunctionMode):
         randomness.begin_region(0)
         randomness.begin_stage(0)
         try:
-            with self:
+            with self._functions:
                 yield
         finally:
             self._randomness = None
@@ -105,10 +98,8 @@ class _Watch(TorchFunctionMode):
             self._randomness.begin_region(begins)
             self._randomness.begin_stage(begins)
         self._depth += 1
-        if self._depth == 1 and _get_function_stack_at(_len_torch_function_stack() - 1) is self:
-            # beneath a mode that the user's code has entered, it stays, and looks away
-            _pop_torch_function_stack()
-            self._is_off = True
+        if self._depth == 1:  # beneath a mode of the user's it stays, and looks away
+            self._is_off = self._functions.step_aside()
 
     def leave(self) -> None:
         """End a module's call, also one that failed."""
@@ -116,16 +107,15 @@ class _Watch(TorchFunctionMode):
             return
         self._depth -= 1
         if self._depth == 0 and self._is_off:
-            _push_on_torch_function_stack(self)
+            self._functions.come_back()
             self._is_off = False
 
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _function(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         randomness = self._randomness
         if self._depth == 0 and randomness is not None and is_random(func):
             with randomness.of_glue():
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 @final
