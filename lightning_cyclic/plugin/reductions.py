@@ -127,8 +127,9 @@ _ASKED_FIRST = (
 _OURS = "lightning_cyclic.runtime"
 _SEEN_THROUGH = (  # torch, and what is shown the functions that the user's code calls
     "torch.",
-    *(f"{_OURS}.partial_step.{name}" for name in ("run", "watch", "plain_step", "ghosts")),
-    *(f"{_OURS}.{name}" for name in ("whole_step.draws", "whole_step.engine", "absent")),
+    *(f"{_OURS}.partial_step.{name}" for name in ("run", "plain_step", "ghosts")),
+    *(f"{_OURS}.{name}" for name in ("torch_functions", "whole_step.draws", "absent")),
+    f"{_OURS}.whole_step.engine",
     *(f"{_OURS}.stages.{name}" for name in ("survey", "stage_map", "ledger")),
 )
 
