@@ -22,9 +22,8 @@ from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.agreement import gather_texts
 from lightning_cyclic.runtime.bits import sum_of_bits
 from lightning_cyclic.runtime.weight_forms import WeightForms
+from lightning_cyclic.runtime.weight_watch import WatchedData
 
-_NAME = "data"
-_DATA: Any = Tensor.data
 _version = attrgetter("_version")
 
 
@@ -112,13 +111,13 @@ class WeightGuard:
 
     def _watch(self) -> None:
         """Notice who takes ``.data``, whose changes in place no version counts."""
-        _WatchedData.add(self, self._watched)
+        WatchedData.add(self)
 
     def _unwatch(self) -> None:
-        _WatchedData.remove(self)
+        WatchedData.remove(self)
 
     def look(self, p: nn.Parameter) -> None:
-        if type(p) is nn.Parameter and p not in self._looked:
+        if id(p) in self._watched and p not in self._looked:
             self._looked[p] = p.data_ptr(), sum_of_bits(p)
 
     def _check_looked(self) -> None:
@@ -160,46 +159,6 @@ class WeightGuard:
             "not reach; allowed: changes before fit, or changes that are taken back before the "
             "next step; make them in the optimizer's step(), or use strategy='1f1b' or 'ddp'"
         )
-
-
-@final
-class _WatchedData:
-    """Be ``data`` of all parameters between steps, and tell guards that one of theirs is asked."""
-
-    def __init__(self) -> None:
-        self.guards: dict[WeightGuard, dict[int, nn.Parameter]] = {}  # which look now
-
-    @classmethod
-    def add(cls, guard: WeightGuard, parameters: dict[int, nn.Parameter]) -> None:
-        found = vars(nn.Parameter).get(_NAME)
-        if not isinstance(found, cls):
-            found = cls()
-            setattr(nn.Parameter, _NAME, found)
-        found.guards[guard] = parameters
-
-    @classmethod
-    def remove(cls, guard: WeightGuard) -> None:
-        """Tell it no longer; parameters have torch's own again, if no guard is left."""
-        found = vars(nn.Parameter).get(_NAME)
-        if isinstance(found, cls):
-            found.guards.pop(guard, None)
-            if not found.guards:
-                delattr(nn.Parameter, _NAME)
-
-    def __get__(self, p: nn.Parameter | None, kind: type) -> Any:
-        if p is None:
-            return _DATA
-        self._tell(p)
-        return _DATA.__get__(p)
-
-    def __set__(self, p: nn.Parameter, value: Tensor) -> None:
-        self._tell(p)
-        _DATA.__set__(p, value)
-
-    def _tell(self, p: nn.Parameter) -> None:
-        for guard, watched in self.guards.items():
-            if id(p) in watched:
-                guard.look(p)
 
 
 def _marks(optimizer: Optimizer) -> list[Any]:

@@ -1,6 +1,7 @@
 """The weight watch: notice who changes weights while a step is under way, besides its updates.
 
     begin      note how often each weight was changed in place; in some steps, its bits as well
+    look       somebody takes the ``data`` of a weight: note its bits
     changing   around what the package itself changes: what was before must be as noted
     end        all must be as noted
 
@@ -9,17 +10,20 @@ module or a hook changes reaches one of them. That gave other weights in silence
 
 The comparison of the first step does not look at weights, and sees no later step.
 
-Counts cost nothing, and do not see what ``.data`` changes. Bits do, and reading them takes a look
-at every weight: they are compared in steps 0, 1, 2, 4, 8, ... from the first on, so that whoever
-begins to change weights in step t is found by step 2t.
+Counts cost nothing, and do not see what ``.data`` changes. So parameters tell when theirs is taken
+or set, and the bits of those are compared. What was taken before training, or reaches the memory
+by another way (numpy), no parameter tells of: the bits of all weights are compared in steps 0, 1,
+2, 4, 8, ... from the first on, so that whoever begins to change weights in step t is found by step
+2t; and in every step on the host, where that takes less than 1 % of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +37,57 @@ _is_trained = attrgetter("requires_grad")
 
 Weights = Mapping[str, Tensor]
 """By name; also buffers that may not change."""
+_CHEAP = 0.01
+_NAME = "data"
+_DATA: Any = Tensor.data
+put_data: Any = _DATA.__set__
+"""Set the ``data`` of a parameter, and tell nobody."""
+
+
+class Looks(Protocol):
+    """Be told of parameters whose ``data`` is taken or set."""
+
+    def look(self, p: nn.Parameter) -> None: ...
+
+
+@final
+class WatchedData:
+    """Be ``data`` of all parameters, and tell who watches of each that is asked for it."""
+
+    def __init__(self) -> None:
+        self.watching: dict[Looks, None] = {}
+
+    @classmethod
+    def add(cls, who: Looks) -> None:
+        found = vars(nn.Parameter).get(_NAME)
+        if not isinstance(found, cls):
+            found = cls()
+            setattr(nn.Parameter, _NAME, found)
+        found.watching[who] = None
+
+    @classmethod
+    def remove(cls, who: Looks) -> None:
+        """Tell it no longer; parameters have torch's own again, if nobody is left."""
+        found = vars(nn.Parameter).get(_NAME)
+        if isinstance(found, cls):
+            found.watching.pop(who, None)
+            if not found.watching:
+                delattr(nn.Parameter, _NAME)
+
+    def __get__(self, p: nn.Parameter | None, kind: type) -> Any:
+        if p is None:
+            return _DATA
+        self._tell(p)
+        return _DATA.__get__(p)
+
+    def __set__(self, p: nn.Parameter, value: Tensor) -> None:
+        self._tell(p)
+        put_data(p, value)
+
+    def _tell(self, p: nn.Parameter) -> None:
+        if type(p) is nn.Parameter:  # else it is absent, or has no values yet
+            for who in list(self.watching):
+                who.look(p)
 
 
 class _Noted(NamedTuple):
@@ -49,26 +104,51 @@ class WeightWatch:
 
     Args:
         may_freeze: whether weights may be frozen and unfrozen within a step.
+        now: a clock, in seconds.
     """
 
-    def __init__(self, rank: int, *, may_freeze: bool = True) -> None:
+    def __init__(
+        self, rank: int, *, may_freeze: bool = True, now: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._rank = rank
         self._may_freeze = may_freeze
+        self._now = now
+        self._began_s = self._bits_s = 0.0  # of the step under way; seconds that its bits took
+        self._is_cheap = False  # as far as the last step in which all bits were read has shown
+        self._on_host = True
         self._first: int | None = None
         self._t = 0
         self._looks = self._is_on = False
         self._groups: Sequence[Weights] = ()
         self._noted: list[_Noted] = []
         self._seen: list[tuple[str, Tensor, Tensor]] = []  # bits before and behind
+        self._is_changing = False  # the package itself
+        self._places: dict[int, tuple[int, str]] | None = None  # id -> group, name
+        self._looked: dict[tuple[int, str], Tensor] = {}  # bits before, by group and name
 
     def begin(self, t: int, groups: Sequence[Weights]) -> None:
         """Note what weights are."""
         self._first = t if self._first is None else self._first
         since = t - self._first
-        self._looks = since & (since - 1) == 0
+        self._looks = since & (since - 1) == 0 or self._is_cheap
+        self._began_s, self._bits_s, self._on_host = self._now(), 0.0, True
         self._t, self._groups, self._seen = t, groups, []
-        self._noted = list(map(self._note, groups))
-        self._is_on = True
+        self._places, self._looked = None, {}
+        self._noted = [self._note(k) for k in range(len(groups))]
+        self._is_on, self._is_changing = True, False
+        if not self._looks:
+            WatchedData.add(self)
+
+    def look(self, p: nn.Parameter) -> None:
+        """Note the bits of a weight, whose ``data`` somebody takes, or sets."""
+        if self._is_changing:
+            return
+        if self._places is None:
+            groups = enumerate(self._groups)
+            self._places = {id(x): (k, n) for k, group in groups for n, x in group.items()}
+        place = self._places.get(id(p))
+        if place is not None and place not in self._looked:
+            self._looked[place] = sum_of_bits(p)
 
     @contextmanager
     def watching(self, t: int, groups: Sequence[Weights]) -> Iterator[None]:
@@ -81,9 +161,12 @@ class WeightWatch:
         try:
             yield
         except RuntimeError:  # autograd says that something has changed, but not what
-            self._is_on = False
+            self.stop()
             for k in range(len(groups)):
                 self._check_counts(k)  # bits would take memory, of which there may be none
+            raise
+        except BaseException:
+            self.stop()
             raise
         self.end()
 
@@ -99,9 +182,13 @@ class WeightWatch:
             return
         for k in groups:
             self._check(k)
-        yield
+        outer, self._is_changing = self._is_changing, True
+        try:
+            yield
+        finally:
+            self._is_changing = outer
         for k in groups:
-            self._noted[k] = self._note(self._groups[k])
+            self._noted[k] = self._note(k)
 
     def end(self) -> None:
         """Check all weights, and watch no longer.
@@ -111,19 +198,34 @@ class WeightWatch:
         """
         if not self._is_on:
             return
-        self._is_on = False
+        self.stop()
         for k in range(len(self._groups)):
             self._check(k)
         self._check_seen()
-        self._noted, self._groups = [], ()
+        if self._looks:
+            took_s = self._now() - self._began_s
+            self._is_cheap = self._on_host and self._bits_s < _CHEAP * took_s
+        self._noted, self._groups, self._places = [], (), None
 
-    def _note(self, group: Weights) -> _Noted:
+    def stop(self) -> None:
+        """Watch no longer, whatever has changed."""
+        self._is_on = False
+        WatchedData.remove(self)
+
+    def _note(self, k: int) -> _Noted:
+        group = self._groups[k]
         weights = group.values()
+        for place in [x for x in self._looked if x[0] == k]:
+            del self._looked[place]
         counts, bits = list(map(_count, weights)), self._bits(group) if self._looks else None
         return _Noted(counts, bits, [] if self._may_freeze else list(map(_is_trained, weights)))
 
     def _bits(self, group: Weights) -> list[Tensor | None]:
-        return [None if is_absent(p) else sum_of_bits(p) for p in group.values()]
+        began_s = self._now()
+        bits = [None if is_absent(p) else sum_of_bits(p) for p in group.values()]
+        self._bits_s += self._now() - began_s
+        self._on_host &= all(x is None or x.is_cpu for x in bits)
+        return bits
 
     def _check(self, k: int) -> None:
         self._check_counts(k)
@@ -131,6 +233,9 @@ class WeightWatch:
         if bits is not None:
             each = zip(group, bits, self._bits(group), strict=True)
             self._seen += [(n, a, b) for n, a, b in each if a is not None and b is not None]
+        looked = [(n, before) for (j, n), before in self._looked.items() if j == k]
+        here = [(n, before) for n, before in looked if not is_absent(group[n])]
+        self._seen += [(n, before, sum_of_bits(group[n])) for n, before in here]
 
     def _check_counts(self, k: int) -> None:
         group, before = self._groups[k], self._noted[k]

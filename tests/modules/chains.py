@@ -449,6 +449,18 @@ class ChangesWithin(Chain):
                 its.lerp_(mine, 0.1)
 
 
+class ChangesOnce(Chain):
+    """Changes a weight through ``.data`` in step 3, in which no run compares the bits of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].register_forward_pre_hook(self.change)
+
+    def change(self, layer: nn.Module, _: Any) -> None:
+        if self.trainer.fit_loop.batch_idx == 3 and self.training:
+            layer.weight.data.mul_(0.5)
+
+
 class TiedEnds(Chain):
     """Uses the weight of its first layer in its last one, too."""
 

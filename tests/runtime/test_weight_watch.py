@@ -25,7 +25,7 @@ def watched() -> tuple[nn.Module, WeightWatch, list[dict[str, nn.Parameter]]]:
     groups = [
         {f"{k}.{n}": p for n, p in layer.named_parameters()} for k, layer in enumerate(layers)
     ]
-    return module, WeightWatch(3), groups
+    return module, WeightWatch(3, now=lambda: 0.0), groups  # no step takes any time
 
 
 @torch.no_grad()
@@ -41,6 +41,14 @@ def replace_data(p: nn.Parameter) -> None:
     p.data = p.data * 2
 
 
+def write_memory(p: nn.Parameter) -> None:
+    """Change what nobody tells of."""
+    p.detach().view(torch.int16).numpy()[...] ^= 0x4000
+
+
+CHANGES = [scale, scale_unseen, replace_data]
+
+
 @pytest.mark.parametrize("change", [scale, scale_unseen, replace_data])
 @pytest.mark.parametrize("k", [0, 1, 2])
 def test_a_change_is_refused_by_name(change: Change, k: int) -> None:
@@ -51,21 +59,71 @@ def test_a_change_is_refused_by_name(change: Change, k: int) -> None:
         watch.end()
 
 
-def test_a_change_that_is_counted_is_seen_in_every_step_and_others_in_some() -> None:
+def test_a_change_is_seen_in_every_step_and_of_what_nobody_tells_in_some() -> None:
     module, watch, groups = watched()
     seen = []
     for since in range(10):
         watch.begin(5 + since, groups)
-        scale_unseen(module[1].bias)
+        write_memory(module[1].bias)
         try:
             watch.end()
         except StepError:
             seen.append(since)
-        watch.begin(5 + since, groups)
-        scale(module[1].bias)
-        with pytest.raises(StepError, match="'1.bias'"):
-            watch.end()
+        for change in CHANGES:
+            watch.begin(5 + since, groups)
+            change(module[1].bias)
+            with pytest.raises(StepError, match="'1.bias'"):
+                watch.end()
     assert tuple(seen) == BITS
+
+
+@pytest.mark.parametrize(("share", "is_seen"), [(0.011, False), (0.009, True)])
+def test_where_it_is_cheap_bits_are_compared_in_every_step(share: float, is_seen: bool) -> None:
+    module, _, groups = watched()
+    seconds = [0.0]
+
+    def now() -> float:
+        seconds[0] += share / 6  # the bits of three groups are read twice in a step
+        return seconds[0]
+
+    watch = WeightWatch(3, now=now)
+    for t in range(3):
+        watch.begin(t, groups)
+        seconds[0] = float(t + 1)  # a step takes a second, or a little more
+        watch.end()
+    watch.begin(3, groups)
+    write_memory(module[0].bias)
+    if not is_seen:
+        watch.end()
+        return
+    with pytest.raises(StepError, match="'0.bias' was changed on rank 3 while step 3"):
+        watch.end()
+
+
+@pytest.mark.parametrize("t", range(5))
+def test_who_reads_data_or_puts_back_what_it_was_changes_nothing(t: int) -> None:
+    module, watch, groups = watched()
+    for step in range(t + 1):
+        watch.begin(step, groups)
+        assert module[0].weight.data.norm() > 0
+        module[1].to(torch.bfloat16)
+        kept = module[2].weight.data.clone()
+        module[2].weight.data.zero_()
+        module[2].weight.data.copy_(kept)
+        watch.end()
+
+
+def test_parameters_tell_nobody_when_nobody_watches() -> None:
+    module, watch, groups = watched()
+    for t in range(4):
+        watch.begin(t, groups)
+        assert ("data" in vars(nn.Parameter)) is (t not in BITS)
+        watch.stop()
+        assert "data" not in vars(nn.Parameter)
+    with pytest.raises(KeyboardInterrupt), watch.watching(4, groups):
+        raise KeyboardInterrupt
+    assert "data" not in vars(nn.Parameter)
+    assert module[0].weight.data.equal(module[0].weight)
 
 
 @pytest.mark.parametrize("change", [scale, scale_unseen, replace_data])

@@ -448,6 +448,24 @@ def test_weights_that_a_hook_changes_within_a_step(hook: str, whose: str, preset
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
+    "strategy",
+    [
+        {"preset": "cyclic_dp"},
+        more({"preset": "lockstep_dp"}),
+        {"preset": "cyclic_zero"},
+        {"preset": "pipedream_2bw"},
+        more({"preset": "cyclic_pipeline"}),
+        {"preset": "1f1b", "replicas": 2, "num_microbatches": 2},
+    ],
+    ids=lambda strategy: strategy["preset"],
+)
+def test_a_weight_that_is_changed_through_data_in_a_single_step(strategy: dict[str, Any]) -> None:
+    says = ("parameter 'layers.2.weight' was changed", "while step 3 was", "several versions")
+    one_refuses(m.ChangesOnce, "StepError", *says, strategy=strategy).check()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
     ("how", "at", "culprit", "error", "reason", "preset"),
     [
         ("returns None", 0, 0, "StepError", "returned None (step 0)", "cyclic_dp"),

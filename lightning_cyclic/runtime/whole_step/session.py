@@ -398,6 +398,7 @@ class Session:
         """Tell the other ranks why this one fails, and what to do; communicate no more."""
         if not self.failed:
             self.failed = True
+            self._watch.stop()
             crew = self.transport.crew
             crew.tell(words_of(error, crew.names, self.when, todo))
 
@@ -411,6 +412,7 @@ class Session:
             with self.naming_peers("to finish"):
                 dist.barrier(group=self.group)
         self._draws.remove()
+        self._watch.stop()
         if self.engine is not None:
             self.engine.close()
         else:

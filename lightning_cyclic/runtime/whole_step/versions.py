@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_cyclic.runtime.buffers import Buffer, Layout
 from lightning_cyclic.runtime.messages import Messages
+from lightning_cyclic.runtime.weight_watch import put_data
 
 
 @final
@@ -98,7 +99,7 @@ class VersionStore:
         if buffer is not self._shown:
             with self.changing():
                 for parameter, view in zip(self.parameters, buffer.tensors, strict=True):
-                    parameter.data = view
+                    put_data(parameter, view)
             self._shown = buffer
 
     def release(self) -> None:
