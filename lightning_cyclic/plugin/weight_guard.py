@@ -20,11 +20,8 @@ from torch.optim import Optimizer
 from lightning_cyclic.compat import Trainer
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.agreement import gather_texts
-from lightning_cyclic.runtime.bits import sum_of_bits
 from lightning_cyclic.runtime.weight_forms import WeightForms
-from lightning_cyclic.runtime.weight_watch import WatchedData
-
-_version = attrgetter("_version")
+from lightning_cyclic.runtime.weight_watch import WeightWatch
 
 
 @final
@@ -50,19 +47,18 @@ class WeightGuard:
         self._optimizer = optimizer
         self._state: list[Any] | None = None  # what it was; None where nothing is on its way
         self._named: dict[str, nn.Parameter] = {}
-        self._versions: list[int] = []  # how often each was changed in place
-        self._totals: list[Tensor] | None = None  # of the bits of each, where steps are at an end
-        self._watched: dict[int, nn.Parameter] = {}  # by id: those whose ``.data`` is looked for
-        self._looked: dict[nn.Parameter, tuple[int, Tensor]] = {}  # address and bits before
+        self._watch = WeightWatch(0, stays_in_place=True, changed=self._changed)
+        self._steps = 0
+        self._is_at_end = False  # of all steps: others may look at weights, and exchange them
 
     def note(self) -> None:
         """Note what the parameters are behind a step, at 0.5 us each."""
         if not self._named:
-            self._know()
-        self._versions = list(map(_version, self._named.values()))
-        self._totals = None
+            self._named = dict(self._read())
+        self._steps += 1
+        self._is_at_end = False
         self._state = None if self._optimizer is None else _marks(self._optimizer())
-        self._watch()
+        self._watch.begin(self._steps, [self._named])
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -73,76 +69,39 @@ class WeightGuard:
         Raises:
             ConfigurationError: something has changed before.
         """
-        if self._totals is not None:
-            self._unwatch()
-            yield
-            self._watch()
+        if self._is_at_end:
+            with self._watch.changing(()):
+                yield
             return
         self.check()
         yield
-        self._know()
-        self.note()
-        self._totals, self._state = list(map(sum_of_bits, self._named.values())), None
-
-    def _know(self) -> None:
-        self._named = dict(self._read())
-        self._watched = {id(p): p for p in self._named.values()}
+        self._named, self._state = dict(self._read()), None
+        self._watch.begin(self._steps, [self._named], may_change_back=True)
+        self._is_at_end = True
 
     def forget(self) -> None:
         """Take the parameters as they will be: they are about to be loaded."""
-        self._unwatch()
-        self._looked.clear()
-        self._named, self._watched = {}, {}
-        self._versions, self._totals, self._state = [], None, None
+        self._watch.stop()
+        self._named, self._state, self._is_at_end = {}, None, False
 
     def check(self) -> None:
         """Refuse what has changed since."""
-        self._unwatch()
         if self._optimizer is not None and self._state not in (None, _marks(self._optimizer())):
+            self._watch.stop()
             self._refuse_state()
-        if self._totals is not None:
+        if self._is_at_end:
             self._check_names(dict(self._read()))
-        if list(map(_version, self._named.values())) != self._versions:
-            self._check_bits()
-        if self._looked:
-            self._check_looked()
-
-    # ------------------------------------------------------------------ changes through .data
-
-    def _watch(self) -> None:
-        """Notice who takes ``.data``, whose changes in place no version counts."""
-        WatchedData.add(self)
-
-    def _unwatch(self) -> None:
-        WatchedData.remove(self)
-
-    def look(self, p: nn.Parameter) -> None:
-        if id(p) in self._watched and p not in self._looked:
-            self._looked[p] = p.data_ptr(), sum_of_bits(p)
-
-    def _check_looked(self) -> None:
-        looked, self._looked = self._looked, {}
-        for p, (address, total) in looked.items():
-            if p.data_ptr() != address or not torch.equal(sum_of_bits(p), total):
-                self._refuse_change(next(n for n, q in self._named.items() if q is p))
-
-    # ------------------------------------------------------------------ refusals
+        self._watch.end()
 
     def _check_names(self, now: dict[str, nn.Parameter]) -> None:
         changed = [n for n in self._named | now if self._named.get(n) is not now.get(n)]
         if changed:
+            self._watch.stop()
             raise ConfigurationError(
                 f"parameter {changed[0]!r} was replaced, added or removed between two steps by a "
                 "hook or a callback (as pruning does); allowed: the same parameters throughout "
                 "one fit; do it before fit, or use strategy='ddp'"
             )
-
-    def _check_bits(self) -> None:
-        for k, (name, p) in enumerate(self._named.items()):
-            if p._version == self._versions[k]:
-                continue
-            if self._totals is None or not torch.equal(sum_of_bits(p), self._totals[k]):
-                self._refuse_change(name)
 
     def _refuse_state(self) -> NoReturn:
         raise ConfigurationError(
@@ -152,8 +111,8 @@ class WeightGuard:
             "there, in the optimizer's step(), or use strategy='1f1b' or 'ddp'"
         )
 
-    def _refuse_change(self, name: str) -> NoReturn:
-        raise ConfigurationError(
+    def _changed(self, name: str, rank: int, t: int) -> ConfigurationError:
+        return ConfigurationError(
             f"parameter {name!r} was changed between two steps by a hook or a callback, but under "
             f"preset {self._preset!r} workers read several versions of it, which the change does "
             "not reach; allowed: changes before fit, or changes that are taken back before the "

@@ -1,5 +1,7 @@
 """The weight watch: notice who changes weights while a step is under way, besides its updates.
 
+Or between two steps, where hooks and callbacks run (plugin/weight_guard.py).
+
     begin      note how often each weight was changed in place; in some steps, its bits as well
     look       somebody takes the ``data`` of a weight: note its bits
     changing   around what the package itself changes: what was before must be as noted
@@ -98,57 +100,83 @@ class _Noted(NamedTuple):
     trained: list[bool]  # where freezing is noticed
 
 
+def changed_within(name: str, rank: int, t: int) -> StepError:
+    """Make the error of a weight that was changed within step ``t``."""
+    return StepError(
+        f"parameter {name!r} was changed on rank {rank} while step {t} was under way, by "
+        "training_step, a module that it calls, a hook or a callback, but ranks have several "
+        "versions or copies of it, which the change does not reach; allowed: weights that the "
+        "optimizer alone changes; change them in the optimizer's step(), keep what moves in a "
+        "buffer, or use strategy='ddp'"
+    )
+
+
 @final
 class WeightWatch:
-    """Compare weights within one step.
+    """Compare weights at two moments.
 
     Args:
-        may_freeze: whether weights may be frozen and unfrozen within a step.
+        may_freeze: whether weights may be frozen and unfrozen meanwhile.
+        stays_in_place: whether weights may not be laid elsewhere, where views of them stay behind.
+        changed: makes the error, of a name, the rank and the step.
         now: a clock, in seconds.
     """
 
     def __init__(
-        self, rank: int, *, may_freeze: bool = True, now: Callable[[], float] = time.perf_counter
+        self,
+        rank: int,
+        *,
+        may_freeze: bool = True,
+        stays_in_place: bool = False,
+        changed: Callable[[str, int, int], Exception] = changed_within,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._rank = rank
         self._may_freeze = may_freeze
+        self._stays_in_place = stays_in_place
+        self._error = changed
         self._now = now
         self._began_s = self._bits_s = 0.0  # of the step under way; seconds that its bits took
         self._is_cheap = False  # as far as the last step in which all bits were read has shown
         self._on_host = True
         self._first: int | None = None
         self._t = 0
-        self._looks = self._is_on = False
+        self._looks = self._is_on = self._may_change_back = False
         self._groups: Sequence[Weights] = ()
         self._noted: list[_Noted] = []
         self._seen: list[tuple[str, Tensor, Tensor]] = []  # bits before and behind
         self._is_changing = False  # the package itself
         self._places: dict[int, tuple[int, str]] | None = None  # id -> group, name
-        self._looked: dict[tuple[int, str], Tensor] = {}  # bits before, by group and name
+        # by group and name: address and bits before
+        self._looked: dict[tuple[int, str], tuple[int, Tensor]] = {}
 
-    def begin(self, t: int, groups: Sequence[Weights]) -> None:
-        """Note what weights are."""
+    def begin(self, t: int, groups: Sequence[Weights], *, may_change_back: bool = False) -> None:
+        """Note what weights are.
+
+        Args:
+            may_change_back: whether the same bits are no change, whatever was there meanwhile.
+        """
         self._first = t if self._first is None else self._first
         since = t - self._first
-        self._looks = since & (since - 1) == 0 or self._is_cheap
+        self._may_change_back = may_change_back
+        self._looks = since & (since - 1) == 0 or self._is_cheap or may_change_back
         self._began_s, self._bits_s, self._on_host = self._now(), 0.0, True
         self._t, self._groups, self._seen = t, groups, []
         self._places, self._looked = None, {}
         self._noted = [self._note(k) for k in range(len(groups))]
         self._is_on, self._is_changing = True, False
-        if not self._looks:
-            WatchedData.add(self)
+        WatchedData.add(self)
 
     def look(self, p: nn.Parameter) -> None:
         """Note the bits of a weight, whose ``data`` somebody takes, or sets."""
-        if self._is_changing:
+        if self._is_changing or (self._looks and not self._stays_in_place):
             return
         if self._places is None:
             groups = enumerate(self._groups)
             self._places = {id(x): (k, n) for k, group in groups for n, x in group.items()}
         place = self._places.get(id(p))
         if place is not None and place not in self._looked:
-            self._looked[place] = sum_of_bits(p)
+            self._looked[place] = p.data_ptr(), sum_of_bits(p)
 
     @contextmanager
     def watching(self, t: int, groups: Sequence[Weights]) -> Iterator[None]:
@@ -180,7 +208,7 @@ class WeightWatch:
         if not self._is_on:
             yield
             return
-        for k in groups:
+        for k in groups if not self._is_changing else ():
             self._check(k)
         outer, self._is_changing = self._is_changing, True
         try:
@@ -233,14 +261,17 @@ class WeightWatch:
         if bits is not None:
             each = zip(group, bits, self._bits(group), strict=True)
             self._seen += [(n, a, b) for n, a, b in each if a is not None and b is not None]
-        looked = [(n, before) for (j, n), before in self._looked.items() if j == k]
-        here = [(n, before) for n, before in looked if not is_absent(group[n])]
-        self._seen += [(n, before, sum_of_bits(group[n])) for n, before in here]
+        for n, p in [(n, group[n]) for j, n in self._looked if j == k]:
+            address, before = self._looked[k, n]
+            if self._stays_in_place and p.data_ptr() != address:
+                raise self._changed(n)
+            if not is_absent(p):
+                self._seen.append((n, before, sum_of_bits(p)))
 
     def _check_counts(self, k: int) -> None:
         group, before = self._groups[k], self._noted[k]
         counts = list(map(_count, group.values()))
-        if counts != before.counts:
+        if counts != before.counts and not self._may_change_back:
             raise self._changed(_differing(group, counts, before.counts))
         trained = list(map(_is_trained, group.values())) if before.trained else []
         if trained != before.trained:
@@ -261,25 +292,15 @@ class WeightWatch:
         if True in differ:
             raise self._changed(names[differ.index(True)])
 
-    def _changed(self, name: str) -> StepError:
+    def _changed(self, name: str) -> Exception:
+        self.stop()
         if any(name in w and isinstance(w[name], nn.Parameter) for w in self._groups):
-            return changed_within(name, self._rank, self._t)
+            return self._error(name, self._rank, self._t)
         return StepError(
             f"buffer {name!r} was changed in step {self._t} by code that several stages run, but "
             "not in the first micro-batch, which decides which stage has it; allowed: buffers "
             "that change from the first step on; change it in the first one, too"
         )
-
-
-def changed_within(name: str, rank: int, t: int) -> StepError:
-    """Make the error of a weight that was changed within step ``t``."""
-    return StepError(
-        f"parameter {name!r} was changed on rank {rank} while step {t} was under way, by "
-        "training_step, a module that it calls, a hook or a callback, but ranks have several "
-        "versions or copies of it, which the change does not reach; allowed: weights that the "
-        "optimizer alone changes; change them in the optimizer's step(), keep what moves in a "
-        "buffer, or use strategy='ddp'"
-    )
 
 
 def _differing(names: Iterable[str], now: Sequence[int], before: Sequence[int]) -> str:

@@ -461,6 +461,19 @@ class ChangesOnce(Chain):
             layer.weight.data.mul_(0.5)
 
 
+class LaysElsewhere(Chain):
+    """Lays a weight elsewhere in the middle of a step, with the values that it has."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+        self.layers[2].register_forward_pre_hook(self.move)
+
+    def move(self, layer: nn.Module, _: Any) -> None:
+        if self.trainer.fit_loop.batch_idx == self.at and self.training:
+            layer.weight.data = layer.weight.data.clone()
+
+
 class TiedEnds(Chain):
     """Uses the weight of its first layer in its last one, too."""
 

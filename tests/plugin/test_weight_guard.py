@@ -47,6 +47,8 @@ def test_changes_are_refused_by_name(note: Callable[[WeightGuard], None]) -> Non
     module, guard = guarded()
     note(guard)
     guard.check()
+    guard.note()  # behind a step
+    note(guard)
     scale(module, 2)
     with pytest.raises(ConfigurationError, match=r"'1.weight' was changed .* 'cyclic_dp' workers"):
         guard.check()
@@ -96,6 +98,8 @@ def test_parameters_of_any_type_are_compared(dtype: torch.dtype) -> None:
     with torch.no_grad():
         x.mul_(2).div_(2)
     guard.check()
+    guard.note()
+    end(guard)
     with torch.no_grad():
         scalar.add_(1)
     with pytest.raises(ConfigurationError, match="'scalar' was changed between two steps"):

@@ -466,6 +466,20 @@ def test_a_weight_that_is_changed_through_data_in_a_single_step(strategy: dict[s
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
+    "preset", ["cyclic_dp_v1", *map(more, ["cyclic_dp", "lockstep_dp", "cyclic_zero", "1f1b"])]
+)
+def test_a_weight_that_is_laid_elsewhere_within_a_step_is_no_change(preset: str) -> None:
+    """The update was made on what was shown, and so on an older version, and was lost."""
+    never = run(partial(m.LaysElsewhere, 99), {"preset": preset}, data=partial(batches, "good"))
+    moved = run(partial(m.LaysElsewhere, 1), {"preset": preset}, data=partial(batches, "good"))
+    for one, other in zip(never, moved, strict=True):
+        assert one.error + other.error == "", other.text
+        assert one.losses == other.losses
+        assert_same(one.weights, other.weights)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
     ("how", "at", "culprit", "error", "reason", "preset"),
     [
         ("returns None", 0, 0, "StepError", "returned None (step 0)", "cyclic_dp"),

@@ -59,7 +59,8 @@ class VersionStore:
         self._versions: dict[int, Buffer] = {}
         self._held: Counter[int] = Counter()  # by how many that lanes are about to send
         self._needed = v  # the oldest version that is read here
-        self._shown: Buffer | None = None
+        self._shown: Buffer | None = None  # not where it holds another version since
+        self._has_shown = False
         self.depth = 1
         if is_here:
             self.put(v, self.layout.new())
@@ -100,15 +101,15 @@ class VersionStore:
             with self.changing():
                 for parameter, view in zip(self.parameters, buffer.tensors, strict=True):
                     put_data(parameter, view)
-            self._shown = buffer
+            self._shown, self._has_shown = buffer, True
 
     def release(self) -> None:
         """Give the parameters storage of their own again, with the values that are shown."""
         if self._versions:
             self.drop_below(self.newest)  # before there are copies
-        for parameter in self.parameters if self._shown is not None else ():
+        for parameter in self.parameters if self._has_shown else ():
             parameter.data = parameter.data.clone()
-        self._shown = None
+        self._shown, self._has_shown = None, False
 
     def put(self, v: int, buffer: Buffer, word: int = 0) -> None:
         with self._changing:
@@ -130,11 +131,7 @@ class VersionStore:
 
     def forget(self, v: int) -> None:
         with self._changing:
-            buffer = self._versions.pop(v)
-            self.words.pop(v, None)
-        if buffer is self._shown:
-            self._shown = None
-        buffer.let_go()
+            self._let_go(v)
 
     def has_left(self, v: int) -> bool:
         """Say whether nothing of a version is on its way to others any more."""
@@ -154,8 +151,14 @@ class VersionStore:
 
     def _drop(self) -> None:
         for old in [v for v in self._versions if v < self._needed and not self._held[v]]:
-            self._versions.pop(old).let_go()
-            self.words.pop(old, None)
+            self._let_go(old)
+
+    def _let_go(self, v: int) -> None:
+        buffer = self._versions.pop(v)
+        self.words.pop(v, None)
+        if buffer is self._shown:  # parameters may have been laid elsewhere: they are not in it
+            self._shown = None
+        buffer.let_go()
 
     def begin_update(self, v: int, oldest: int) -> None:
         """Let the parameters be version ``v``, still with the values of the one before.
