@@ -21,11 +21,12 @@ by another way (numpy), no parameter tells of: the bits of all weights are compa
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, ClassVar, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -56,25 +57,29 @@ class Looks(Protocol):
 class WatchedData:
     """Be ``data`` of all parameters, and tell who watches of each that is asked for it."""
 
+    _lock: ClassVar[threading.Lock] = threading.Lock()  # ranks may be threads
+
     def __init__(self) -> None:
         self.watching: dict[Looks, None] = {}
 
     @classmethod
     def add(cls, who: Looks) -> None:
-        found = vars(nn.Parameter).get(_NAME)
-        if not isinstance(found, cls):
-            found = cls()
-            setattr(nn.Parameter, _NAME, found)
-        found.watching[who] = None
+        with cls._lock:
+            found = vars(nn.Parameter).get(_NAME)
+            if not isinstance(found, cls):
+                found = cls()
+                setattr(nn.Parameter, _NAME, found)
+            found.watching[who] = None
 
     @classmethod
     def remove(cls, who: Looks) -> None:
         """Tell it no longer; parameters have torch's own again, if nobody is left."""
-        found = vars(nn.Parameter).get(_NAME)
-        if isinstance(found, cls):
-            found.watching.pop(who, None)
-            if not found.watching:
-                delattr(nn.Parameter, _NAME)
+        with cls._lock:
+            found = vars(nn.Parameter).get(_NAME)
+            if isinstance(found, cls):
+                found.watching.pop(who, None)
+                if not found.watching:
+                    delattr(nn.Parameter, _NAME)
 
     def __get__(self, p: nn.Parameter | None, kind: type) -> Any:
         if p is None:
@@ -111,6 +116,15 @@ def changed_within(name: str, rank: int, t: int) -> StepError:
     )
 
 
+def buffer_changed_late(name: str, rank: int, t: int) -> StepError:
+    """Make the error of a buffer of which several stages run code that changes it."""
+    return StepError(
+        f"buffer {name!r} was changed in step {t} by code that several stages run, but "
+        "not in the first micro-batch, which decides which stage has it; allowed: buffers "
+        "that change from the first step on; change it in the first one, too"
+    )
+
+
 @final
 class WeightWatch:
     """Compare weights at two moments.
@@ -118,7 +132,7 @@ class WeightWatch:
     Args:
         may_freeze: whether weights may be frozen and unfrozen meanwhile.
         stays_in_place: whether weights may not be laid elsewhere, where views of them stay behind.
-        changed: makes the error, of a name, the rank and the step.
+        changed: makes the error, of a name, the rank and the step; the next, that of a buffer.
         now: a clock, in seconds.
     """
 
@@ -129,12 +143,13 @@ class WeightWatch:
         may_freeze: bool = True,
         stays_in_place: bool = False,
         changed: Callable[[str, int, int], Exception] = changed_within,
+        buffer_changed: Callable[[str, int, int], Exception] = buffer_changed_late,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._rank = rank
         self._may_freeze = may_freeze
         self._stays_in_place = stays_in_place
-        self._error = changed
+        self._error, self._buffer_error = changed, buffer_changed
         self._now = now
         self._began_s = self._bits_s = 0.0  # of the step under way; seconds that its bits took
         self._is_cheap = False  # as far as the last step in which all bits were read has shown
@@ -296,11 +311,7 @@ class WeightWatch:
         self.stop()
         if any(name in w and isinstance(w[name], nn.Parameter) for w in self._groups):
             return self._error(name, self._rank, self._t)
-        return StepError(
-            f"buffer {name!r} was changed in step {self._t} by code that several stages run, but "
-            "not in the first micro-batch, which decides which stage has it; allowed: buffers "
-            "that change from the first step on; change it in the first one, too"
-        )
+        return self._buffer_error(name, self._rank, self._t)
 
 
 def _differing(names: Iterable[str], now: Sequence[int], before: Sequence[int]) -> str:

@@ -175,6 +175,43 @@ class Late(Stateful):
         return self.d(self.b(batch) + self.level).square().mean()
 
 
+class LateAnew(Stateful):
+    """Changes a buffer from its third batch on.
+
+    Args:
+        how: "anew", or "data".
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx > 1:
+            level = self.level + 1
+            if self.how == "anew":
+                self.level = level
+            else:
+                self.level.data.copy_(level)
+        return self.d(self.b(batch) + self.level).square().mean()
+
+
+@pytest.mark.parametrize("how", ["anew", "data"])
+@pytest.mark.parametrize("preset", ["cyclic_dp", more("lockstep_dp"), more("cyclic_dp_v1")])
+def test_buffers_that_begin_to_change_later_are_named_where_steps_are_whole(
+    preset: str, how: str
+) -> None:
+    """They are not relayed, and were other ones on each rank, in silence."""
+    said = "buffer 'level' changed in step 2 of rank"
+    strategy = {"preset": preset, "stages": ["d"]}
+    data = partial(batches, 6)
+    ends = run(partial(LateAnew, how), strategy, 2, data=data, num_sanity_val_steps=0)
+    assert any(said in end.text for end in ends), ends
+    assert all(end.error for end in ends)
+    relayed = run(partial(LateAnew, how), strategy | {"relay_buffers": "all"}, 2, data=data)
+    assert not any(end.error for end in relayed), relayed
+
+
 def test_code_between_modules_changes_buffers_in_place() -> None:
     (end,) = train({"preset": "1f1b", "stages": ["c"]}, 1, Anew, run)
     assert "buffer 'level' is assigned anew by code that later stages repeat" in end.text

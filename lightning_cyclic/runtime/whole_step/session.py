@@ -125,8 +125,9 @@ class Session:
         self._rounds = 1  # of the plan
         self.failed = False
         self._losses = LateValues()
-        self._watched: list[tuple[str, Tensor, int]] = []
-        self._watch = WeightWatch(worker)
+        # buffers that are not relayed: name, what holds it by which name, it and its count
+        self._still: list[tuple[str, dict[str, Tensor | None], str, Tensor, int]] = []
+        self._watch = WeightWatch(worker, buffer_changed=_not_relayed)
         self._weights: Sequence[Weights] = ()  # by stage, when they are known, and the rest
         self.engine: Engine | None = None
         self.stages: StageMap | None = None
@@ -441,7 +442,8 @@ class Session:
         groups = self._weights
         if not groups:  # the stages are not known yet
             groups = [{n: p for n, p in self.named().items() if not is_lazy(p)}]
-        self._watch.begin(self.t, groups)
+        still = {name: x for name, *_, x, _ in self._still if x.layout == torch.strided}
+        self._watch.begin(self.t, [*groups, still])
 
     def naming_peers(self, what: str, peer: int | None = None) -> AbstractContextManager[None]:
         """Name the ranks that do not come while the body waits for them: one, or all."""
@@ -592,22 +594,26 @@ class Session:
 
     def _watch_buffers(self, stages: StageMap) -> None:
         relayed = {name for stage in stages.stages for name in stage.buffers}
-        self._watched = [
-            (name, buffer, buffer._version)
-            for name, buffer in self._module.named_buffers()
-            if name not in relayed
-        ]
+        self._still = []
+        for name, buffer in self._module.named_buffers():
+            if name not in relayed:
+                path, _, own = name.rpartition(".")
+                held = self._module.get_submodule(path)._buffers
+                self._still.append((name, held, own, buffer, buffer._version))
 
     def _check_buffers(self) -> None:
         """Refuse a buffer that begins to change later than in the first step."""
-        for name, buffer, version in self._watched:
-            if buffer._version != version:
-                raise StepError(
-                    f"buffer {name!r} changed in step {self.t} of rank {self._worker}, but not "
-                    "in the first step, so it is not relayed between ranks; allowed: buffers "
-                    "that change from the first step on; or relay every buffer, "
-                    'relay_buffers="all"'
-                )
+        for name, held, own, buffer, version in self._still:
+            if held.get(own) is not buffer or buffer._version != version:
+                raise _not_relayed(name, self._worker, self.t)
+
+
+def _not_relayed(name: str, rank: int, t: int) -> StepError:
+    return StepError(
+        f"buffer {name!r} changed in step {t} of rank {rank}, but not in the first step, so it is "
+        "not relayed between ranks; allowed: buffers that change from the first step on; or relay "
+        'every buffer, relay_buffers="all"'
+    )
 
 
 def _scale_gradient(loss: Tensor, num_microbatches: int) -> None:

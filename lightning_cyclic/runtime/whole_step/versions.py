@@ -131,6 +131,8 @@ class VersionStore:
 
     def forget(self, v: int) -> None:
         with self._changing:
+            if self._versions[v] is self._shown:
+                self._has_shown = False
             self._let_go(v)
 
     def has_left(self, v: int) -> bool:
