@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, final
 
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.absent import is_absent
-from lightning_cyclic.runtime.bits import sum_of_bits
+from lightning_cyclic.runtime.bits import digest, sum_of_bits
 
 _count = attrgetter("_version")
 _is_trained = attrgetter("requires_grad")
@@ -312,6 +313,79 @@ class WeightWatch:
         if any(name in w and isinstance(w[name], nn.Parameter) for w in self._groups):
             return self._error(name, self._rank, self._t)
         return self._buffer_error(name, self._rank, self._t)
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Say whether a buffer is part of checkpoints."""
+    path, _, own = buffer.rpartition(".")
+    return own not in module.get_submodule(path)._non_persistent_buffers_set
+
+
+@dataclass(slots=True)
+class _Still:
+    """Hold a buffer that may not change: who holds it, by which name, and what it was."""
+
+    held: dict[str, Tensor | None]
+    name: str
+    may_be_another: bool
+    x: Tensor
+    count: int
+    print: Tensor | None  # of its values
+
+
+@final
+class StillBuffers:
+    """Refuse buffers that begin to change later than in the first step.
+
+    Others are told of those alone that changed in it. Who holds one must hold the same values,
+    unless it is no part of a checkpoint: caches may be made anew.
+
+    Args:
+        names: of the buffers.
+        changed: makes the error, of a name, the rank and the step.
+    """
+
+    def __init__(
+        self, module: nn.Module, names: Iterable[str], rank: int,
+        changed: Callable[[str, int, int], StepError],
+    ) -> None:  # fmt: skip
+        self._rank = rank
+        self._changed = changed
+        self._known: dict[str, _Still] = {}
+        for name in names:
+            path, _, own = name.rpartition(".")
+            held, x = module.get_submodule(path)._buffers, module.get_buffer(name)
+            may_be_another = not is_persistent(module, name)
+            self._known[name] = _Still(held, own, may_be_another, x, x._version, _print(x))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return those whose bits can be read, by name."""
+        return {name: y.x for name, y in self._known.items() if y.x.layout == torch.strided}
+
+    def check(self, t: int) -> None:
+        """Refuse what has changed since.
+
+        Raises:
+            StepError: a buffer has.
+        """
+        for name, known in self._known.items():
+            now = known.x if known.may_be_another else known.held.get(known.name)
+            if now is known.x and now._version == known.count:
+                continue
+            if now is None or not _is_alike(known, now):
+                raise self._changed(name, self._rank, t)
+            known.x, known.count = now, now._version
+
+
+def _print(x: Tensor) -> Tensor | None:
+    return digest(x) if x.layout == torch.strided else None
+
+
+def _is_alike(known: _Still, now: Tensor) -> bool:
+    before, behind = known.print, _print(now)
+    is_of_a_kind = (known.x.shape, known.x.dtype) == (now.shape, now.dtype)
+    return is_of_a_kind and before is not None and behind is not None and before.equal(behind)
 
 
 def _differing(names: Iterable[str], now: Sequence[int], before: Sequence[int]) -> str:

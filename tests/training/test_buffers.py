@@ -212,6 +212,42 @@ def test_buffers_that_begin_to_change_later_are_named_where_steps_are_whole(
     assert not any(end.error for end in relayed), relayed
 
 
+class Caches(nn.Linear):
+    """Makes a cache anew, of another size, from the third batch on."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls = 0
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.calls > 2 * NUM_MICRO:
+            self.cache = torch.zeros(2)
+        return super().forward(x) + self.cache.sum()
+
+
+class Cached(Stateful):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Caches()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.d(self.b(batch)).square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        with self.trainer.strategy.whole():  # type: ignore[attr-defined]
+            assert self.d(self.b(torch.ones(1, 4))).shape == (1, 4)
+
+
+@pytest.mark.parametrize("preset", ["1f1b", more("pipedream_2bw")])
+def test_caches_that_are_made_anew_are_each_rank_s_own(preset: str) -> None:
+    """Where all weights were gathered, a message of the wrong size ended the process."""
+    strategy = {"preset": preset, "stages": ["d"], "num_microbatches": NUM_MICRO}
+    ends = run(Cached, strategy, 2, data=partial(batches, 3 * NUM_MICRO))
+    assert not any(end.error for end in ends), ends
+
+
 def test_code_between_modules_changes_buffers_in_place() -> None:
     (end,) = train({"preset": "1f1b", "stages": ["c"]}, 1, Anew, run)
     assert "buffer 'level' is assigned anew by code that later stages repeat" in end.text

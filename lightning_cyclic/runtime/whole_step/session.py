@@ -35,7 +35,12 @@ from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
 from lightning_cyclic.runtime.transport.crew import Crew, naming_peers
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
-from lightning_cyclic.runtime.weight_watch import Weights, WeightWatch, changed_within
+from lightning_cyclic.runtime.weight_watch import (
+    StillBuffers,
+    Weights,
+    WeightWatch,
+    changed_within,
+)
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
@@ -125,8 +130,7 @@ class Session:
         self._rounds = 1  # of the plan
         self.failed = False
         self._losses = LateValues()
-        # buffers that are not relayed: name, what holds it by which name, it and its count
-        self._still: list[tuple[str, dict[str, Tensor | None], str, Tensor, int]] = []
+        self._still = StillBuffers(module, (), worker, _not_relayed)
         self._watch = WeightWatch(worker, buffer_changed=_not_relayed)
         self._weights: Sequence[Weights] = ()  # by stage, when they are known, and the rest
         self.engine: Engine | None = None
@@ -269,7 +273,7 @@ class Session:
         if self.engine is not None:
             self.engine.ends = ends
         if last:
-            self._check_buffers()
+            self._still.check(self.t)
 
     @contextmanager
     def backward(self, loss: Tensor, *, last: bool) -> Iterator[None]:
@@ -442,8 +446,7 @@ class Session:
         groups = self._weights
         if not groups:  # the stages are not known yet
             groups = [{n: p for n, p in self.named().items() if not is_lazy(p)}]
-        still = {name: x for name, *_, x, _ in self._still if x.layout == torch.strided}
-        self._watch.begin(self.t, [*groups, still])
+        self._watch.begin(self.t, [*groups, self._still.tensors])
 
     def naming_peers(self, what: str, peer: int | None = None) -> AbstractContextManager[None]:
         """Name the ranks that do not come while the body waits for them: one, or all."""
@@ -521,7 +524,9 @@ class Session:
             self.engine.note_outcomes(self._config.outcomes)
         if self.stop_requested:
             self.engine.request_stop()
-        self._watch_buffers(stages)
+        relayed = {name for stage in stages.stages for name in stage.buffers}
+        names = [name for name, _ in self._module.named_buffers() if name not in relayed]
+        self._still = StillBuffers(self._module, names, self._worker, _not_relayed)
 
     def _make_plan(self) -> Plan:
         assert self.stages is not None
@@ -591,21 +596,6 @@ class Session:
         self.transport = self._new_transport()
         old.disconnect()
         dist.destroy_process_group(group)
-
-    def _watch_buffers(self, stages: StageMap) -> None:
-        relayed = {name for stage in stages.stages for name in stage.buffers}
-        self._still = []
-        for name, buffer in self._module.named_buffers():
-            if name not in relayed:
-                path, _, own = name.rpartition(".")
-                held = self._module.get_submodule(path)._buffers
-                self._still.append((name, held, own, buffer, buffer._version))
-
-    def _check_buffers(self) -> None:
-        """Refuse a buffer that begins to change later than in the first step."""
-        for name, held, own, buffer, version in self._still:
-            if held.get(own) is not buffer or buffer._version != version:
-                raise _not_relayed(name, self._worker, self.t)
 
 
 def _not_relayed(name: str, rank: int, t: int) -> StepError:
