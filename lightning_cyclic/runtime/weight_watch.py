@@ -332,6 +332,9 @@ class _Still:
     count: int
     print: Tensor | None  # of its values
 
+    def now(self) -> Tensor | None:
+        return self.x if self.may_be_another else self.held.get(self.name)
+
 
 @final
 class StillBuffers:
@@ -363,6 +366,13 @@ class StillBuffers:
         """Return those whose bits can be read, by name."""
         return {name: y.x for name, y in self._known.items() if y.x.layout == torch.strided}
 
+    def begin(self) -> None:
+        """Take what buffers are now: what evaluation or a hook changes is not of a step."""
+        for known in self._known.values():
+            now = known.now()
+            if now is not None and not (now is known.x and now._version == known.count):
+                known.x, known.count, known.print = now, now._version, _print(now)
+
     def check(self, t: int) -> None:
         """Refuse what has changed since.
 
@@ -370,7 +380,7 @@ class StillBuffers:
             StepError: a buffer has.
         """
         for name, known in self._known.items():
-            now = known.x if known.may_be_another else known.held.get(known.name)
+            now = known.now()
             if now is known.x and now._version == known.count:
                 continue
             if now is None or not _is_alike(known, now):

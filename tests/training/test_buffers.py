@@ -212,6 +212,38 @@ def test_buffers_that_begin_to_change_later_are_named_where_steps_are_whole(
     assert not any(end.error for end in relayed), relayed
 
 
+class Counts(nn.Linear):
+    """Counts its calls in training, from the third batch on, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls = 0
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        self.count = self.count + (self.calls > 2 * NUM_MICRO)
+        return super().forward(x)
+
+
+class LateOwn(Stateful):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Counts()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.d(self.b(batch)).square().mean()
+
+
+@pytest.mark.parametrize("preset", ["1f1b", more("zb_h1"), "pipedream_2bw"])
+def test_a_module_s_own_buffer_that_begins_to_change_later_is_named(preset: str) -> None:
+    """The rank that runs it had the new one, others validated with that of the beginning."""
+    strategy = {"preset": preset, "stages": ["d"], "num_microbatches": NUM_MICRO}
+    ends = run(LateOwn, strategy, 2, data=partial(batches, 3 * NUM_MICRO))
+    assert any("buffer 'b.count' changed in step 2 on rank" in end.text for end in ends), ends
+    assert all(end.error for end in ends)
+
+
 class Caches(nn.Linear):
     """Makes a cache anew, of another size, from the third batch on."""
 

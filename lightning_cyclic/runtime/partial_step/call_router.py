@@ -120,13 +120,17 @@ class CallRouter:
                 else:
                     owner.__dict__[name] = method
 
-    def still_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers outside of units that the step was not seen to change, by name."""
+    def still_buffers(self, *, of_units: bool = False) -> dict[str, Tensor]:
+        """Return the buffers outside of units that the step was not seen to change, by name.
+
+        Args:
+            of_units: those of units instead, which the workers of their stage alone call.
+        """
         shut = {path for path in self._units if path not in self.cuts.split}
         return {
             name: x
             for name, x in self.module.named_buffers()
-            if name not in self.cuts.changed and not is_inside(name, shut)
+            if name not in self.cuts.changed and is_inside(name, shut) is of_units
         }
 
     def _own_methods(self) -> list[Any]:

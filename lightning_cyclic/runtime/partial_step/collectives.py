@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from itertools import chain
 from typing import Any, final
 
 import torch
@@ -16,7 +15,6 @@ from lightning_cyclic.errors import CyclicError, PlanError, StepError, Verificat
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.agreement import device_for, gather_texts
 from lightning_cyclic.runtime.stages.cuts import Cuts
-from lightning_cyclic.runtime.weight_watch import is_persistent
 
 _RAISED = {kind.__name__: kind for kind in (StepError, VerificationError)}
 _OPERATIONS = {
@@ -67,19 +65,17 @@ class Collectives:
         return data
 
     def gather(self, cuts: Cuts, plan: Plan) -> dict[str, Tensor]:
-        """Return all parameters and buffers, whole, on every worker; of others in host memory.
+        """Return all parameters and the buffers that change, whole, on every worker.
 
-        But for caches, buffers that are no part of checkpoints: they may have any size by now.
+        Those of others are in host memory. Other buffers are each worker's own: caches may have
+        any size by now.
         """
-        named, module = self._named(), self._module
-        caches = {
-            n for n in chain(*cuts.buffers)
-            if n not in cuts.changed and not is_persistent(module, n)
-        }  # fmt: skip
+        named = self._named()
         by_kind: dict[tuple[int, torch.dtype], list[str]] = {}
         for j in range(cuts.num_stages):
             source = rank_of(plan.owner(j), self._size)
-            for name in [*cuts.parameters[j], *(b for b in cuts.buffers[j] if b not in caches)]:
+            changed = (b for b in cuts.buffers[j] if b in cuts.changed)
+            for name in [*cuts.parameters[j], *changed]:
                 by_kind.setdefault((source, named[name].dtype), []).append(name)
         whole: dict[str, Tensor] = {}
         for (source, _), names in by_kind.items():

@@ -228,7 +228,7 @@ class ForeignWeights:
         stage_of: name -> stage, of parameters and of the buffers that training changes.
         rank_of_stage: stage -> rank of the worker that updates it.
         fits: whether a worker may have the whole module.
-        gather: returns all parameters and buffers by name; all workers call it together.
+        gather: returns all parameters and buffers that change, by name; all call it together.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ from lightning_cyclic.runtime.values.split import (
     signature,
 )
 from lightning_cyclic.runtime.values.trees import map_tensors, tensors
-from lightning_cyclic.runtime.weight_watch import WeightWatch
+from lightning_cyclic.runtime.weight_watch import StillBuffers, WeightWatch, is_persistent
 from lightning_cyclic.runtime.worker import Worker
 
 _NEW_VERSIONS = frozenset({Kind.UPDATE, Payload.P, Payload.V})
@@ -117,6 +117,7 @@ class StagewiseSession:
         self._summarise: dict[int, Summarise] = {}
         self._concluded: dict[int, Message] = {}  # what is told of steps
         self._watch = WeightWatch(self.rank)
+        self._still = StillBuffers(module, (), self.rank, _not_told)
         self._weights: dict[str, Tensor] = {}  # that nothing changes while gradients are made
         self._put_off: dict[tuple[int, int], list[Action]] = {}  # forwards, by update
         self._held: dict[str, Any] = {}  # generators that the module keeps
@@ -274,6 +275,9 @@ class StagewiseSession:
         if config.is_under_autocast and not (versions is not None and versions.overwrites):
             step.casts = CastCopies()  # else copies have no one value
         still = {n: b for n, b in self.router.still_buffers().items() if b.layout == torch.strided}
+        own = self.router.still_buffers(of_units=True) if self.num_workers > 1 else {}
+        kept = [n for n in own if is_persistent(self.module, n)]
+        self._still = StillBuffers(self.module, kept, self.rank, _not_told)
         if versions is not None:
             step.watch = WeightWatch(self.rank, may_freeze=False)
             step.still = still
@@ -478,12 +482,15 @@ class StagewiseSession:
         self._modes = [(m, m.training) for m in self.module.modules()]
         program = program_of(self._plans.of(len(parts)))
         actions = _shared(program.step(self.worker, self.t, ended=self._ended))
+        self._still.begin()
         if self.flows:
             self._forget(self.t - self._plans.usual.steps_under_way)
             self._run(actions)
+            self._still.check(self.t)
             self.t += 1
         else:
             self._train_up_to_updates(actions, is_last=is_last)
+            self._still.check(self.t)
 
     def _train_up_to_updates(self, actions: list[Action], *, is_last: bool) -> None:
         if not is_last:
@@ -860,3 +867,13 @@ def _shared(actions: Sequence[Action]) -> list[Action]:
 
 def _no_wait(pending: Any, action: Action) -> None:
     raise AssertionError("one worker waits for nobody")
+
+
+def _not_told(name: str, rank: int, t: int) -> StepError:
+    return StepError(
+        f"buffer {name!r} changed in step {t} on rank {rank}, which runs its stage, but not in "
+        "the first micro-batch, so that others are not told of it, and would validate with and "
+        "save what it was; allowed: buffers that change from the first step on; change it in the "
+        "first one, too (as BatchNorm in train mode does), or use strategy='cyclic_dp' with "
+        "relay_buffers='all'"
+    )
