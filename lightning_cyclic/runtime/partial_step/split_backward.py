@@ -32,6 +32,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from torch.nn import functional
 
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.torch_functions import num_modes
 
 # what has the weights of almost all modules, wherever it is called from
 _SPLIT: Final[tuple[tuple[Any, str], ...]] = (
@@ -194,7 +195,7 @@ class Pieces:
             any(p.dim() > 1 for p in weights)
             and threading.get_ident() == self._thread
             and torch.is_grad_enabled()
-            and not torch._C._len_torch_function_stack()  # nobody looks on: not between modules
+            and not num_modes()  # nobody looks on: not between modules
             and _top_saved_tensors_default_hooks(False) == self._hooks  # nor leads autograd
             and peek_interpreter_stack() is None
         )
