@@ -94,6 +94,7 @@ class Engine:
         forms: WeightForms = ALL,
         sums: SumDtypes = AS_MADE,
         watch: WeightWatch | None = None,
+        flight: FlightRecorder | None = None,
     ) -> None:
         self.plan = plan
         self.stages = stages
@@ -102,6 +103,7 @@ class Engine:
         self._w = transport.worker
         self._update = update
         self._paced, self._aside, self._watch = paced, aside, watch or WeightWatch(self._w)
+        self._flight = flight or FlightRecorder()
         self._words = Words()
         self._flushed_at = self._starts_at = self.t
         self._ended = self.t - 1  # the last step that a flush has ended
@@ -143,8 +145,8 @@ class Engine:
         hooks, lanes = _Hooks(self._enter), waiting_lanes(plan, self._w)
         # what the main thread waits for has less, and says more
         self._worker = Worker(
-            program_of(plan).flow(self._w), self._messages, hooks, self._exchange, hooks, lanes,
-            lambda: transport.crew.timeout_s * 1.1 + 1,
+            program_of(plan).flow(self._w), self._messages, hooks, self._exchange, hooks,
+            self._flight, lanes, lambda: transport.crew.timeout_s * 1.1 + 1,
         )  # fmt: skip
         for j in range(plan.num_stages):
             for payload, layout in self._exchange.layouts(j).items():
@@ -159,10 +161,6 @@ class Engine:
             self._w,
             self._lasting(),
         )
-
-    @property
-    def flight(self) -> FlightRecorder:
-        return self._worker.flight
 
     def note_outcomes(self, outcomes: Outcomes) -> None:
         """Note from now on how updates came out, of all versions that are made or read here."""
@@ -397,7 +395,7 @@ class Engine:
             for j in stages:
                 self.stores[j].end_update(t + 1)
         self._tell_norms()
-        self.flight.note(updates)
+        self._flight.note(updates)
         for j, total in totals.items():
             for p in self._parameters[j]:
                 p.grad = None
@@ -551,7 +549,6 @@ class Engine:
         self._worker.close()
         self._messages.close()
         self._line.close()
-        self.transport.close()
 
 
 @final
