@@ -13,7 +13,7 @@ What passes between two stages of one worker lies in the same places, without a 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +141,8 @@ class Exchange:
 
     def give(self, a: Action) -> Message:
         assert a.payload is not None
-        return _GIVES[a.payload](self, a)
+        give, _ = _WAYS[a.payload]
+        return give(self, a)
 
     def free(self, a: Action) -> None:
         """Have been proved not to be asked: stages of a pipeline are where they are run."""
@@ -153,7 +154,8 @@ class Exchange:
 
     def take(self, a: Action, message: Message) -> None:
         assert a.payload is not None
-        _TAKES[a.payload](self, a, message)
+        _, take = _WAYS[a.payload]
+        take(self, a, message)
 
     def _give_packet(self, a: Action) -> Message:
         assert a.i is not None
@@ -303,31 +305,19 @@ def _keep_few(found: dict[Any, Any]) -> None:
         del found[next(iter(found))]
 
 
-_GIVES: dict[Payload, Callable[[Exchange, Action], Message]] = {
-    Payload.A: Exchange._give_packet,
-    Payload.G: Exchange._give_crossed,
-    Payload.W: Exchange._give_tied,
-    Payload.S: Exchange._give_sum,
-    Payload.T: Exchange._give_sum,
-    Payload.R: Exchange._give_buffers,
-    Payload.C: Exchange._give_buffers,
-    Payload.P: Exchange._give_parameters,
-    Payload.V: Exchange._give_tied_values,
-    Payload.N: Exchange._give_norms,
-    Payload.D: Exchange._give_batch,
-    Payload.L: Exchange._give_losses,
-}
-_TAKES: dict[Payload, Callable[[Exchange, Action, Message], None]] = {
-    Payload.A: Exchange._take_packet,
-    Payload.G: Exchange._take_crossed,
-    Payload.W: Exchange._take_tied,
-    Payload.S: Exchange._take_sum,
-    Payload.T: Exchange._take_total,
-    Payload.R: Exchange._take_buffers,
-    Payload.C: Exchange._take_buffers,
-    Payload.P: Exchange._take_parameters,
-    Payload.V: Exchange._take_tied_values,
-    Payload.N: Exchange._take_norms,
-    Payload.D: Exchange._take_batch,
-    Payload.L: Exchange._take_losses,
+_Give: TypeAlias = Callable[[Exchange, Action], Message]
+_Take: TypeAlias = Callable[[Exchange, Action, Message], None]
+_WAYS: dict[Payload, tuple[_Give, _Take]] = {
+    Payload.A: (Exchange._give_packet, Exchange._take_packet),
+    Payload.G: (Exchange._give_crossed, Exchange._take_crossed),
+    Payload.W: (Exchange._give_tied, Exchange._take_tied),
+    Payload.S: (Exchange._give_sum, Exchange._take_sum),
+    Payload.T: (Exchange._give_sum, Exchange._take_total),
+    Payload.R: (Exchange._give_buffers, Exchange._take_buffers),
+    Payload.C: (Exchange._give_buffers, Exchange._take_buffers),
+    Payload.P: (Exchange._give_parameters, Exchange._take_parameters),
+    Payload.V: (Exchange._give_tied_values, Exchange._take_tied_values),
+    Payload.N: (Exchange._give_norms, Exchange._take_norms),
+    Payload.D: (Exchange._give_batch, Exchange._take_batch),
+    Payload.L: (Exchange._give_losses, Exchange._take_losses),
 }

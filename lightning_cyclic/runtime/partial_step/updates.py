@@ -14,6 +14,7 @@ from typing import final
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum
 from lightning_cyclic.plan.passes.messages import step_of
+from lightning_cyclic.plan.passes.updates import is_of_update
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.gradient_store import GradientStore
 from lightning_cyclic.runtime.norms import Norms
@@ -117,7 +118,7 @@ class Updates:
         self.was_finite = None
         if not is_last:
             actions = [a for a in actions if (a.payload or a.kind) not in _OF_UPDATES]
-        begun = list(takewhile(lambda a: not _updates(a), actions))
+        begun = list(takewhile(lambda a: not is_of_update(a), actions))
         self._rest = list(actions[len(begun) :])
         return begun
 
@@ -180,7 +181,3 @@ class Updates:
         self.worker.settle()
         self.norms.forget(t)
         self._rest = []
-
-
-def _updates(a: Action) -> bool:
-    return a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload is Payload.N)
