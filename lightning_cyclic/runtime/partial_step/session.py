@@ -8,7 +8,7 @@ between steps   updates, flushes, validation, whole weights for a checkpoint
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -24,6 +24,7 @@ from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.absent import is_absent, make_present
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.failure_words import Waiter, words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
@@ -56,7 +57,6 @@ from lightning_cyclic.runtime.randomness import undisturbed
 from lightning_cyclic.runtime.snapshot import generators_of
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.transport import AbstractTransport
-from lightning_cyclic.runtime.transport.crew import naming_peers
 from lightning_cyclic.runtime.values.split import (
     MicroBatch,
     family,
@@ -77,7 +77,7 @@ class StagewiseSession:
 
     Args:
         transport: how messages travel; None for one worker.
-        group: process group for what workers agree on; None for one worker.
+        assembly: all ranks. [there is but one]
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StagewiseSession:
         worker: int,
         num_workers: int,
         device: torch.device,
-        group: Any = None,
+        assembly: Assembly | None = None,
     ) -> None:
         self.module = module
         self.config = config
@@ -96,7 +96,7 @@ class StagewiseSession:
         self.worker = worker
         self.num_workers = num_workers
         self.device = device
-        self.group = group
+        self.assembly = assembly = assembly or Assembly()
         self.t = 0
         self.failed = False
         self.arrived: list[tuple[int, Message]] = []  # steps, and what came out of them
@@ -125,7 +125,7 @@ class StagewiseSession:
         self._cutter = BatchCutter(
             config.num_microbatches, config.split_batch, config.say, may_leave=config.is_one_stage
         )
-        self._collectives = Collectives(module, config.replicas, self._size, group)
+        self._collectives = Collectives(module, config.replicas, self._size, assembly)
 
     # ------------------------------------------------------------------ beginning
 
@@ -175,8 +175,8 @@ class StagewiseSession:
             step = partial(noted, where, self._along_samples(parts[:1], call), parts[0].batch)
 
             find = partial(self.config.find_cuts, self.module, step)
-            waiting = self.naming_peers("to agree on the stages")
-            data = self._collectives.agree(lambda: find().as_data(), waiting)
+            what = "to agree on the stages"
+            data = self.assembly.ask_first(lambda: find().as_data(), what)
             self.begin(Cuts.from_data(data))
 
     def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
@@ -378,10 +378,6 @@ class StagewiseSession:
 
     def plan_of(self, num_microbatches: int) -> Plan:
         return self._plans.of(num_microbatches)
-
-    def agree(self, find: Callable[[], Any]) -> Any:
-        """Return on every worker what rank 0 finds; all must call it."""
-        return self._collectives.agree(find, self.naming_peers("to compare a step"))
 
     @property
     def flows(self) -> bool:
@@ -781,13 +777,12 @@ class StagewiseSession:
 
         Behind a flush, or where no step is under way; not where it does not fit.
         """
-        if self.cuts is not None and self.group is not None and not self.failed:
+        if self.cuts is not None and not self.assembly.is_alone and not self.failed:
             self.foreign.bring()
 
     def _gather(self) -> dict[str, Tensor]:
         assert self.cuts is not None
-        with self.naming_peers("to put the weights together"):
-            return self._collectives.gather(self.cuts, self._plans.usual)
+        return self._collectives.gather(self.cuts, self._plans.usual)
 
     @contextmanager
     def writable(self) -> Iterator[None]:
@@ -832,22 +827,16 @@ class StagewiseSession:
             self.ownership.give_up()
         if self.transport is not None:
             if not self.failed:
-                with self.naming_peers("to finish"):
-                    if self.cuts is not None:
-                        self._messages.settle()
-                    self._collectives.meet()
+                if self.cuts is not None:
+                    self._messages.settle()
+                self.assembly.meet("to finish")
             if self.cuts is not None:
                 self._messages.close()
                 self._line.close()
             self.transport.close()
             if not self.failed:
                 self.transport.disconnect()
-
-    def naming_peers(self, what: str) -> AbstractContextManager[None]:
-        """Name the workers that do not come while the body waits for them."""
-        if self.transport is None:
-            return nullcontext()
-        return naming_peers(self.transport.crew, self.when, what)
+                self._collectives.close()
 
 
 def _shares_state(plan: Plan) -> bool:

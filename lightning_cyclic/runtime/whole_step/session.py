@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
@@ -23,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.absent import is_absent, make_present, num_bytes_of
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.gradient_store import AS_MADE, SumDtypes
@@ -33,7 +33,6 @@ from lightning_cyclic.runtime.stages.stage_map import Profile, StageMap, make_st
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
-from lightning_cyclic.runtime.transport.crew import Crew, naming_peers
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import (
     StillBuffers,
@@ -58,7 +57,7 @@ class SessionConfig:
             rounds) -> plan.
         stages: "auto", a number, or module paths that begin stages 1, 2, ...
         seed: key of the randomness inside training steps.
-        crew: the ranks of all workers, and the limit of every wait.
+        assembly: all ranks.
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
         paced: whether workers that start together are brought into the timetable's stagger.
         accumulates: whether a step may have several batches in one round of the plan, of which
@@ -73,7 +72,7 @@ class SessionConfig:
     make_plan: Callable[[int, tuple[int, ...], tuple[int, ...], int], Plan]
     stages: int | str | Sequence[str]
     seed: int
-    crew: Crew
+    assembly: Assembly
     route: Route = "auto"
     relay_buffers: str = "auto"
     paced: bool = True
@@ -136,8 +135,9 @@ class Session:
         self.engine: Engine | None = None
         self.stages: StageMap | None = None
         # made here, by all workers at once, so that a failure in the first step has a board
+        self.assembly = config.assembly
         self.transport = self._new_transport()
-        self._first: FirstStep | None = FirstStep(module, parameters, self.group)
+        self._first: FirstStep | None = FirstStep(module, parameters, self.assembly)
         # stages that are chosen in the first step are not known in it: it draws as one stage
         named = () if isinstance(config.stages, int | str) else config.stages
         self._draws = KeyedDraws(module, named, device)
@@ -372,7 +372,7 @@ class Session:
         """
         if self.stages is None or self.engine is None or self.failed:
             self._trained = dict(trained)
-            self._first = FirstStep(self._module, trained, self.group)
+            self._first = FirstStep(self._module, trained, self.assembly)
             return
         self._trained |= trained
         state = self.engine.state()
@@ -414,8 +414,7 @@ class Session:
 
     def close(self) -> None:
         if not self.failed:
-            with self.naming_peers("to finish"):
-                dist.barrier(group=self.group)
+            self.assembly.meet("to finish")
         self._draws.remove()
         self._watch.stop()
         if self.engine is not None:
@@ -431,12 +430,12 @@ class Session:
     def _first_forward(self, batch: Any, *, first: bool, last: bool) -> Iterator[None]:
         assert self._first is not None
         if first:
-            with self.naming_peers("to send the buffers of the module", self._worker - 1):
+            with self.assembly.waiting("to send the buffers of the module", self._worker - 1):
                 self._first.receive()
         with self._first.forward(batch, first=first):
             yield
         if last:
-            with self.naming_peers("to take the buffers of the module", self._worker + 1):
+            with self.assembly.waiting("to take the buffers of the module", self._worker + 1):
                 self._first.send()
 
     def _begin_watch(self) -> None:
@@ -447,10 +446,6 @@ class Session:
         if not groups:  # the stages are not known yet
             groups = [{n: p for n, p in self.named().items() if not is_lazy(p)}]
         self._watch.begin(self.t, [*groups, self._still.tensors])
-
-    def naming_peers(self, what: str, peer: int | None = None) -> AbstractContextManager[None]:
-        """Name the ranks that do not come while the body waits for them: one, or all."""
-        return naming_peers(self.transport.crew, self.when, what, peer)
 
     def _begin(self) -> None:
         self._watch.end()  # before others are waited for
@@ -463,8 +458,7 @@ class Session:
 
     def _find(self) -> StageMap:
         assert self._first is not None
-        with self.naming_peers("to agree on the stages"):
-            profile = self._first.agree()
+        profile = self._first.agree()
         stages = self._make_stages(profile)
         self._first.check_order(stages.stage_of)
         return stages
@@ -550,8 +544,7 @@ class Session:
         make_present(*own)
         for p in own:  # others expect it so
             p.data = p.data.contiguous()
-        with self.naming_peers("to have the weights of its stages"):
-            dist.barrier(group=self.group)
+        self.assembly.meet("to have the weights of its stages")
 
     def _check_fits(self, num_bytes: int) -> None:
         """Refuse to have more for good than this worker may have."""
@@ -586,16 +579,12 @@ class Session:
             )
 
     def _new_transport(self) -> CountingTransport:
-        links = link(self._config.route, self._device, self._config.crew)
-        self.group = links.group
-        return links.transport
+        return link(self._config.route, self._device, self.assembly)
 
     def _replace_transport(self) -> None:
         """Take another transport, behind the making of which no worker needs the old one's."""
-        old, group = self.transport, self.group
-        self.transport = self._new_transport()
+        old, self.transport = self.transport, self._new_transport()
         old.disconnect()
-        dist.destroy_process_group(group)
 
 
 def _not_relayed(name: str, rank: int, t: int) -> StepError:
