@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.transport import CountingTransport
-from lightning_cyclic.runtime.transport.crew import naming_peers
 from lightning_cyclic.runtime.weight_watch import StillBuffers, WeightWatch
 
 
@@ -31,23 +29,25 @@ class AbstractSession(ABC):
     """Train one worker's part.
 
     Args:
+        assembly: all ranks, for what they say beside the program.
         rank: of this worker's process.
         changed_late: makes the error of a buffer that begins to change later than others can be
             told of it, of its name, the rank and the step.
     """
 
-    group: Any  # of all workers, for what they say beside the program; None for one
-    transport: CountingTransport | None
+    transport: CountingTransport | None  # of messages; None for one worker
 
     def __init__(
         self,
         module: nn.Module,
+        assembly: Assembly,
         worker: int,
         rank: int,
         device: torch.device,
         changed_late: Callable[[str, int, int], StepError],
     ) -> None:
         self.module = module
+        self.assembly = assembly
         self.worker = worker
         self.rank = rank
         self.device = device
@@ -130,19 +130,12 @@ class AbstractSession(ABC):
             crew = self.transport.crew
             crew.tell(words_of(error, crew.names, self.when, todo))
 
-    def naming_peers(self, what: str, peer: int | None = None) -> AbstractContextManager[None]:
-        """Name the ranks that do not come while the body waits for them: one, or all."""
-        if self.transport is None:
-            return nullcontext()
-        return naming_peers(self.transport.crew, self.when, what, peer)
-
     def close(self) -> None:
         """End, with all others where none has failed: what this worker sent has arrived then."""
         transport, is_together = self.transport, not self.failed
-        if transport is not None and is_together:
-            with self.naming_peers("to finish"):
-                self._settle()
-                dist.barrier(group=self.group)
+        if is_together:
+            self._settle()
+            self.assembly.meet("to finish")
         self._watch.stop()
         self._let_go()
         if transport is not None:

@@ -23,6 +23,7 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.absent import is_absent, make_present
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.failure_words import Waiter
 from lightning_cyclic.runtime.gradient_store import GradientStore
@@ -63,7 +64,7 @@ class StagewiseSession(AbstractSession):
 
     Args:
         transport: how messages travel; None for one worker.
-        group: process group for what workers agree on; None for one worker.
+        assembly: all ranks. [there is but one]
     """
 
     def __init__(
@@ -74,14 +75,14 @@ class StagewiseSession(AbstractSession):
         worker: int,
         num_workers: int,
         device: torch.device,
-        group: Any = None,
+        assembly: Assembly | None = None,
     ) -> None:
         self._size = num_workers // config.replicas
-        super().__init__(module, worker, rank_of(worker, self._size), device, _not_told)
+        assembly, rank = assembly or Assembly(), rank_of(worker, self._size)
+        super().__init__(module, assembly, worker, rank, device, _not_told)
         self.config = config
         self.transport = transport
         self.num_workers = num_workers
-        self.group = group
         self.t = 0
         self.cuts: Cuts | None = None
         self.router: CallRouter | None = None
@@ -96,7 +97,7 @@ class StagewiseSession(AbstractSession):
         self._held: dict[str, Any] = {}  # generators that the module keeps
         self._modes: list[tuple[nn.Module, bool]] = []  # of the last step that has begun
         self.batches = Batches(module, config, worker // self._size, device)
-        self._collectives = Collectives(module, config.replicas, self._size, group)
+        self._collectives = Collectives(module, config.replicas, self._size, assembly)
 
     # ------------------------------------------------------------------ beginning
 
@@ -145,8 +146,8 @@ class StagewiseSession(AbstractSession):
             call = self.batches.along_samples(parts[:1], call)
             step = partial(noted, where, call, parts[0].batch)
             find = partial(self.config.find_cuts, self.module, step)
-            waiting = self.naming_peers("to agree on the stages")
-            data = self._collectives.agree(lambda: find().as_data(), waiting)
+            what = "to agree on the stages"
+            data = self.assembly.ask_first(lambda: find().as_data(), what)
             self.begin(Cuts.from_data(data))
 
     @override
@@ -321,10 +322,6 @@ class StagewiseSession(AbstractSession):
 
     def plan_of(self, num_microbatches: int) -> Plan:
         return self._plans.of(num_microbatches)
-
-    def agree(self, find: Callable[[], Any]) -> Any:
-        """Return on every worker what rank 0 finds; all must call it."""
-        return self._collectives.agree(find, self.naming_peers("to compare a step"))
 
     @property
     def flows(self) -> bool:
@@ -546,13 +543,12 @@ class StagewiseSession(AbstractSession):
 
         Behind a flush, or where no step is under way; not where it does not fit.
         """
-        if self.cuts is not None and self.group is not None and not self.failed:
+        if self.cuts is not None and not self.assembly.is_alone and not self.failed:
             self.foreign.bring()
 
     def _gather(self) -> dict[str, Tensor]:
         assert self.cuts is not None
-        with self.naming_peers("to put the weights together"):
-            return self._collectives.gather(self.cuts, self._plans.usual)
+        return self._collectives.gather(self.cuts, self._plans.usual)
 
     @contextmanager
     def writable(self) -> Iterator[None]:
@@ -597,6 +593,8 @@ class StagewiseSession(AbstractSession):
         self._messages.close()
         if self.transport is not None:
             self._line.close()
+            if not self.failed:
+                self._collectives.close()
 
 
 def _shares_state(plan: Plan) -> bool:

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
@@ -24,6 +23,7 @@ from typing_extensions import override
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.absent import is_absent, make_present, num_bytes_of
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.gradient_store import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.meta import lending
@@ -32,7 +32,6 @@ from lightning_cyclic.runtime.stages.stage_map import Profile, StageMap, make_st
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
-from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import Weights, changed_within
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
@@ -52,7 +51,7 @@ class SessionConfig:
             rounds) -> plan.
         stages: "auto", a number, or module paths that begin stages 1, 2, ...
         seed: key of the randomness inside training steps.
-        crew: the ranks of all workers, and the limit of every wait.
+        assembly: all ranks.
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
         paced: whether workers that start together are brought into the timetable's stagger.
         accumulates: whether a step may have several batches in one round of the plan, of which
@@ -67,7 +66,7 @@ class SessionConfig:
     make_plan: Callable[[int, tuple[int, ...], tuple[int, ...], int], Plan]
     stages: int | str | Sequence[str]
     seed: int
-    crew: Crew
+    assembly: Assembly
     route: Route = "auto"
     relay_buffers: str = "auto"
     paced: bool = True
@@ -111,7 +110,7 @@ class Session(AbstractSession):
         device: torch.device,
         update: Update,
     ) -> None:
-        super().__init__(module, worker, worker, device, _not_relayed)
+        super().__init__(module, config.assembly, worker, worker, device, _not_relayed)
         self._trained = dict(parameters)
         self._config = config
         self._probe = config.make_plan(1, (), (), 1)  # what does not depend on the stages
@@ -125,7 +124,7 @@ class Session(AbstractSession):
         self.stages: StageMap | None = None
         # made here, by all workers at once, so that a failure in the first step has a board
         self.transport = self._new_transport()
-        self._first: FirstStep | None = FirstStep(module, parameters, self.group)
+        self._first: FirstStep | None = FirstStep(module, parameters, self.assembly)
         # stages that are chosen in the first step are not known in it: it draws as one stage
         named = () if isinstance(config.stages, int | str) else config.stages
         self._draws = KeyedDraws(module, named, device)
@@ -352,7 +351,7 @@ class Session(AbstractSession):
         """
         if self.stages is None or self.engine is None or self.failed:
             self._trained = dict(trained)
-            self._first = FirstStep(self.module, trained, self.group)
+            self._first = FirstStep(self.module, trained, self.assembly)
             return
         self._trained |= trained
         state = self.engine.state()
@@ -400,12 +399,12 @@ class Session(AbstractSession):
     def _first_forward(self, batch: Any, *, first: bool, last: bool) -> Iterator[None]:
         assert self._first is not None
         if first:
-            with self.naming_peers("to send the buffers of the module", self.worker - 1):
+            with self.assembly.waiting("to send the buffers of the module", self.worker - 1):
                 self._first.receive()
         with self._first.forward(batch, first=first):
             yield
         if last:
-            with self.naming_peers("to take the buffers of the module", self.worker + 1):
+            with self.assembly.waiting("to take the buffers of the module", self.worker + 1):
                 self._first.send()
 
     def _begin_watch(self) -> None:
@@ -428,8 +427,7 @@ class Session(AbstractSession):
 
     def _find(self) -> StageMap:
         assert self._first is not None
-        with self.naming_peers("to agree on the stages"):
-            profile = self._first.agree()
+        profile = self._first.agree()
         stages = self._make_stages(profile)
         self._first.check_order(stages.stage_of)
         return stages
@@ -508,8 +506,7 @@ class Session(AbstractSession):
         make_present(*own)
         for p in own:  # others expect it so
             p.data = p.data.contiguous()
-        with self.naming_peers("to have the weights of its stages"):
-            dist.barrier(group=self.group)
+        self.assembly.meet("to have the weights of its stages")
 
     def _check_fits(self, num_bytes: int) -> None:
         """Refuse to have more for good than this worker may have."""
@@ -544,18 +541,15 @@ class Session(AbstractSession):
             )
 
     def _new_transport(self) -> CountingTransport:
-        links = link(self._config.route, self.device, self._config.crew)
-        self.group = links.group
-        return links.transport
+        return link(self._config.route, self.device, self.assembly)
 
     def _replace_transport(self) -> None:
         """Take another transport, behind the making of which no worker needs the old one's."""
-        old, group = self.transport, self.group
+        old = self.transport
         assert old is not None
         old.close()
         self.transport = self._new_transport()
         old.disconnect()
-        dist.destroy_process_group(group)
 
 
 def _not_relayed(name: str, rank: int, t: int) -> StepError:
