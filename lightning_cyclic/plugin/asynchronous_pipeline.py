@@ -151,7 +151,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
             plan.preset,
             clip,
             reductions,
-            self._session.trained_of,
+            lambda j: self._session.own.trained_of(j),
             self._total_norm,
             lag=plan.steps_under_way,
             is_scaled=scaler is not None,
@@ -283,7 +283,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
         if self._scaling is not None and not self._is_finite(t, j):
             self._updates.apply(t, [j], skips=True)
             return
-        stage = self._session.trained_of(j)
+        stage = self._session.own.trained_of(j)
         # a prediction repeats the optimizer's own update
         noting = self._predictor.noting(stage, self._groups_of(t))
         with (

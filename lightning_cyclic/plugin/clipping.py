@@ -93,14 +93,14 @@ def clip_stages(
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if by_stage:
-        for j in range(session.program.plan.num_stages):
-            mine = set(map(id, session.trained_of(j)))  # in the order of the optimizer's
+        for j in range(session.own.program.plan.num_stages):
+            mine = set(map(id, session.own.trained_of(j)))  # in the order of the optimizer's
             torch.nn.utils.clip_grad_norm_([p for p in parameters if id(p) in mine], clip_val)
         return
     if session.num_workers == 1:
         torch.nn.utils.clip_grad_norm_(parameters, clip_val)
         return
-    if not session.owns:  # a replica whose gradients have gone to another
+    if not session.own.updated:  # a replica whose gradients have gone to another
         return
     session.updates.tell_norms(session.t, overflowed=overflowed)
     total = session.updates.norms.total(session.t, parameters)

@@ -91,7 +91,7 @@ class SharedMetrics:
         for path, stage in sorted(session.cuts.metrics.items()):
             metric = self._metrics[path]
             shared = session.share(stage, Message(*encode(state_of(metric), path)))
-            if session.worker != session.worker_of(stage):
+            if session.worker != session.own.worker_of(stage):
                 metric.__dict__.update(decode(shared.tensors, shared.facts))
 
     def release(self) -> None:
@@ -166,7 +166,7 @@ class PipelineTraining(AbstractTraining):
     @property
     @override
     def own_stages(self) -> tuple[int, ...] | None:
-        return self._session.ownership.stages if self._is_apart else None
+        return self._session.own.ownership.stages if self._is_apart else None
 
     @property
     @override
@@ -187,7 +187,7 @@ class PipelineTraining(AbstractTraining):
     @override
     @contextmanager
     def whole(self) -> Iterator[None]:
-        if self._is_apart and self._session.foreign.is_running:
+        if self._is_apart and self._session.own.foreign.is_running:
             raise StepError(
                 f"{user_line()} asks for strategy.whole() in the middle of a step; allowed: "
                 "between steps, as in on_train_batch_end, on all ranks; ask there"
@@ -197,7 +197,8 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def _train_others(self) -> None:
-        self._session.train_others()
+        if self._session.cuts is not None:
+            self._session.own.train_others()
 
     def _asked(self) -> bool:
         return self._stop is not None and self._stop.look()

@@ -81,9 +81,7 @@ class SharedScaler:
             if states["stage"].name == "READY":  # else Lightning has, as hooks are to see them so
                 self._scaler.unscale_(optimizer)
             overflowed = self.has_overflowed(optimizer)
-            finite = session.updates.all_finite(
-                session.t, overflowed=overflowed, alone=session.num_workers == 1
-            )
+            finite = session.updates.all_finite(session.t, overflowed=overflowed)
             found = torch.full((), float(not finite), device=session.device)
             states["found_inf_per_device"] = {session.device: found}
             return step(optimizer, *args, **kwargs)
@@ -142,7 +140,7 @@ class SynchronousPipelineTraining(PipelineTraining):
         with self._summaries.held():
             session.find_stages(given.batch, call)
         self._tell_stages()
-        trained = list(map(self._forms.trained, session.ownership.own))
+        trained = list(map(self._forms.trained, session.own.ownership.own))
         with self._surrogates.collecting(trained), self._summaries.held():
             session.train(
                 given.batch,
@@ -211,9 +209,9 @@ class SynchronousPipelineTraining(PipelineTraining):
         return output
 
     def _corrected(self) -> AbstractContextManager[None]:
-        plan, ownership = self.plan, self._session.ownership
+        plan, ownership = self.plan, self._session.own.ownership
         assert plan is not None
-        stages = {j: self._session.trained_of(j) for j in ownership.stages}
+        stages = {j: self._session.own.trained_of(j) for j in ownership.stages}
         return self._feedback.corrected(plan, stages)
 
     @override
