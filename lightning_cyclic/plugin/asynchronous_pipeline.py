@@ -151,7 +151,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
             plan.preset,
             clip,
             reductions,
-            lambda j: self._session.own.trained_of(j),
+            lambda j: self._session.own.trained_of(j),  # noqa: PLW0108  (not found yet)
             self._total_norm,
             lag=plan.steps_under_way,
             is_scaled=scaler is not None,
