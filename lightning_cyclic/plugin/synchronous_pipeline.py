@@ -49,22 +49,29 @@ class SharedScaler:
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
         self._state: State = (1.0, 0)  # of the step under way
-        self._put: tuple[int, int] | None = None  # what the scaler held then
+        self._put: tuple[Tensor | None, int] | None = None  # what the scaler held then
 
     def get_scale(self) -> float:
         return self._state[0]
 
     def scaled(self, t: int, share: Share) -> Share:
         """Return the share of a micro-batch in the loss of step ``t``, times its scale."""
-        if self._put is None or self._put != self._holding():  # it is the first, or was loaded
+        if not self._is_as_put:  # it is the first, or was loaded
             self._state = state_of(self._scaler)
             self._put = self._holding()
         scale = self.get_scale()
         return lambda ones: share(ones) * scale
 
-    def _holding(self) -> tuple[int, int]:
-        scale = self._scaler._scale  # None before it has scaled anything
-        return (id(scale), -1 if scale is None else scale._version)
+    def _holding(self) -> tuple[Tensor | None, int]:
+        scale: Tensor | None = self._scaler._scale  # None before it has scaled anything
+        return scale, -1 if scale is None else scale._version
+
+    @property
+    def _is_as_put(self) -> bool:
+        if self._put is None:
+            return False
+        (before, count), (now, seen) = self._put, self._holding()
+        return before is now and count == seen
 
     def has_overflowed(self, optimizer: Optimizer) -> bool:
         """Say whether the scaler has found gradients of this rank that are not finite."""

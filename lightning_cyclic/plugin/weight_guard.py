@@ -23,6 +23,9 @@ from lightning_cyclic.runtime.agreement import gather_texts
 from lightning_cyclic.runtime.weight_forms import WeightForms
 from lightning_cyclic.runtime.weight_watch import WeightWatch
 
+Marks = list[tuple[Any, int]]
+"""Values of an optimizer's state, and how often each was changed in place."""
+
 
 @final
 class WeightGuard:
@@ -45,7 +48,7 @@ class WeightGuard:
         self._read = named
         self._preset = preset
         self._optimizer = optimizer
-        self._state: list[Any] | None = None  # what it was; None where nothing is on its way
+        self._state: Marks | None = None  # what it was; None where nothing is on its way
         self._named: dict[str, nn.Parameter] = {}
         self._watch = WeightWatch(0, stays_in_place=True, changed=self._changed)
         self._steps = 0
@@ -86,7 +89,8 @@ class WeightGuard:
 
     def check(self) -> None:
         """Refuse what has changed since."""
-        if self._optimizer is not None and self._state not in (None, _marks(self._optimizer())):
+        before, optimizer = self._state, self._optimizer
+        if optimizer and before is not None and not _are_same(before, _marks(optimizer())):
             self._watch.stop()
             self._refuse_state()
         if self._is_at_end:
@@ -120,10 +124,16 @@ class WeightGuard:
         )
 
 
-def _marks(optimizer: Optimizer) -> list[Any]:
+def _marks(optimizer: Optimizer) -> Marks:
     """Return what changes when somebody changes the state of an optimizer."""
     values = (v for state in optimizer.state.values() for v in state.values())
-    return [(id(v), v._version) if isinstance(v, Tensor) else id(v) for v in values]
+    return [(v, v._version if isinstance(v, Tensor) else 0) for v in values]
+
+
+def _are_same(before: Marks, now: Marks) -> bool:
+    pairs = zip(before, now, strict=False)
+    same = all(a is b and count == seen for (a, count), (b, seen) in pairs)
+    return same and len(before) == len(now)
 
 
 _is_trained = attrgetter("requires_grad")

@@ -163,8 +163,8 @@ class WeightWatch:
         self._seen: list[tuple[str, Tensor, Tensor]] = []  # bits before and behind
         self._is_changing = False  # the package itself
         self._places: dict[int, tuple[int, str]] | None = None  # id -> group, name
-        # by group and name: address and bits before
-        self._looked: dict[tuple[int, str], tuple[int, Tensor]] = {}
+        # by group and name: where it lies, which is held meanwhile, and bits before
+        self._looked: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
 
     def begin(self, t: int, groups: Sequence[Weights], *, may_change_back: bool = False) -> None:
         """Note what weights are.
@@ -192,7 +192,7 @@ class WeightWatch:
             self._places = {id(x): (k, n) for k, group in groups for n, x in group.items()}
         place = self._places.get(id(p))
         if place is not None and place not in self._looked:
-            self._looked[place] = p.data_ptr(), sum_of_bits(p)
+            self._looked[place] = _DATA.__get__(p), sum_of_bits(p)
 
     @contextmanager
     def watching(self, t: int, groups: Sequence[Weights]) -> Iterator[None]:
@@ -278,8 +278,8 @@ class WeightWatch:
             each = zip(group, bits, self._bits(group), strict=True)
             self._seen += [(n, a, b) for n, a, b in each if a is not None and b is not None]
         for n, p in [(n, group[n]) for j, n in self._looked if j == k]:
-            address, before = self._looked[k, n]
-            if self._stays_in_place and p.data_ptr() != address:
+            place, before = self._looked[k, n]
+            if self._stays_in_place and not p.is_set_to(place):
                 raise self._changed(n)
             if not is_absent(p):
                 self._seen.append((n, before, sum_of_bits(p)))

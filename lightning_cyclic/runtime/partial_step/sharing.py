@@ -72,7 +72,7 @@ def _span(x: Tensor) -> tuple[int, int] | None:
     if x.layout is not torch.strided or x.numel() == 0:
         return None
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    begin = x.data_ptr()
+    begin = x.data_ptr()  # all that are compared are alive
     return begin, begin + (last + 1) * x.element_size()
 
 
