@@ -14,7 +14,7 @@ import copy
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -181,13 +181,27 @@ _OF_LIGHTNING = ("/lightning/fabric/", "/lightning/pytorch/", "/lightning_fabric
 _HELPERS = (contextlib.__file__, copy.__file__)
 
 
+def callers() -> Iterator[FrameType]:
+    """Iterate over who has called the function that asks, and over who called them."""
+    return _outward(sys._getframe(1).f_back)
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def module_of(frame: FrameType) -> str:
+    """Return the name of the module whose code runs in a frame."""
+    return str(frame.f_globals.get("__name__"))
+
+
 def user_line() -> Line:
     """Return the innermost line that is the user's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         if _is_the_users(frame.f_code.co_filename):
             return Line(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back
     return NO_LINE
 
 

@@ -9,7 +9,8 @@ A worker runs the step once for each of its stages, and ends it where the stage 
 The first steps are compared with the plain one, which shows attributes that come out otherwise.
 Two things it cannot show stay refused here: what a rank without the last stage has counted by
 itself, as one rank with the right value is enough there; and that an earlier stage reads what a
-later one changes, as a condition on a counter may come out alike for hundreds of steps.
+later one changes, as a condition on a counter may come out alike for hundreds of steps: its runs
+do not find there what the rank was told.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.bits import unseen
-from lightning_cyclic.runtime.plain_copies import ours
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.values.plain import (
     is_plain,
@@ -87,7 +87,7 @@ class ModuleState:
 
     def __init__(
         self, module: nn.Module, cuts: Cuts, ignored: Collection[str], stages: Sequence[int],
-        num_stages: int, say: Callable[[str], None], buffers: Collection[str] = (),
+        say: Callable[[str], None], buffers: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._module = module
         self._cuts = cuts
@@ -98,9 +98,7 @@ class ModuleState:
         self._buffers_apart: dict[int, list[Tensor]] = {}
         self._changed: set[str] = set()  # by runs on this worker
         self._left = Seen({}, [], [])  # of these, behind the last run, before hooks
-        self._tells = num_stages - 1 in stages
-        self._looked: set[bool] = set()
-        self._read: set[str] = set()  # by first runs that end before the last stage
+        self._told: set[str] = set()  # by the last stage, which this worker does not have
         self._own: dict[tuple[int, int], dict[tuple[str, Any], Any]] = {}  # by micro-batch
         self._secret: set[str] = set()  # attributes that others are not told
 
@@ -184,26 +182,28 @@ class ModuleState:
                 m.__dict__.update(state)
 
     @contextmanager
-    def noting(self, *, training: bool) -> Iterator[None]:
-        """Note what the first run of a kind looks at that ends before the last stage."""
-        if self._tells or training in self._looked:
-            yield
-            return
-        self._looked.add(training)
-        kind, read = type(self._module), self._read
+    def hiding(self) -> Iterator[None]:
+        """Run the body, a run of the step, without what it must not read: what others tell of.
 
-        def look(module: nn.Module, name: str) -> Any:
-            read.add(name)
-            return kind.__getattribute__(module, name)
-
-        names = {
-            "__module__": kind.__module__, "__doc__": kind.__doc__, "__getattribute__": look,
-        }  # fmt: skip
-        self._module.__class__ = ours(type(kind.__name__, (kind,), names), kind)
+        Raises:
+            StepError: it looked for such an attribute.
+        """
+        held = vars(self._module)
+        hidden = {n: held.pop(n) for n in self._told - self._changed if n in held}
         try:
             yield
+        except AttributeError as error:
+            name = error.name
+            is_read = name in hidden or (hidden and _is_property(error))
+            if error.obj is not self._module or not is_read:
+                raise
+            names = name if name in hidden else " or self.".join(hidden)
+            raise _refused(
+                names, "read", "in the code of one stage, and changed in that of a later "
+                "one, which is a micro-batch behind by then",
+            ) from error  # fmt: skip
         finally:
-            self._module.__class__ = kind
+            held.update((n, x) for n, x in hidden.items() if n not in held)
 
     # ------------------------------------------------------------------ telling others
 
@@ -245,7 +245,7 @@ class ModuleState:
             facts: the same.
 
         Raises:
-            StepError: an attribute that several stages change, or that an earlier one reads.
+            StepError: an attribute that several stages change.
         """
         given = iter(tensors)
         for i, changes in facts:
@@ -255,12 +255,9 @@ class ModuleState:
                 if change.name in self._changed:
                     if own.get((change.name, change.key)) != _comparable(change):
                         raise _refused(change.name, "changed", "in the code of several stages")
-                elif change.name in self._read:
-                    raise _refused(
-                        change.name, "read", "in the code of one stage, and changed in that of a "
-                        "later one, which is a micro-batch behind by then",
-                    )  # fmt: skip
-                elif change.grew:
+                    continue
+                self._told.add(change.name)
+                if change.grew:
                     held[name].extend(change.value)
                 else:
                     held[name] = change.value
@@ -407,6 +404,11 @@ def _comparable(change: Change) -> Any:
     if change.grew:
         return len(change.value)
     return change.value if isinstance(change.value, bool | int | float | str) else None
+
+
+def _is_property(error: AttributeError) -> bool:
+    """Say whether what was looked for is made of other attributes."""
+    return isinstance(getattr(type(error.obj), error.name or "", None), property)
 
 
 def _can_be_told(change: Change) -> bool:

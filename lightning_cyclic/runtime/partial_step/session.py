@@ -228,8 +228,7 @@ class StagewiseSession:
         self._messages = self._make_messages(plan)
         repeated = set(cuts.repeated) - set(ownership.stale)
         self._state = ModuleState(
-            self.module, cuts, self.config.not_state, ownership.stages, plan.num_stages,
-            self.config.say, repeated,
+            self.module, cuts, self.config.not_state, ownership.stages, self.config.say, repeated,
         )  # fmt: skip
         self._grads = GradientStore(self.trained_of, self.config.sums)
         self._step = self._make_step(cuts, plan)
