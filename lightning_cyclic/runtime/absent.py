@@ -89,6 +89,10 @@ class AbsentBuffer(_Absent):
 
 
 def leave(x: Tensor, name: str, home: Home) -> None:
+    """Let a tensor be absent: the object itself, as optimizers and hooks hold it, too.
+
+    It takes another class, as torch's lazy parameters do when they get their values.
+    """
     home_and_kind = (home, name, getattr(x, _HOME, (None, "", type(x)))[2])
     x.__class__ = AbsentParameter if isinstance(x, nn.Parameter) else AbsentBuffer
     setattr(x, _HOME, home_and_kind)

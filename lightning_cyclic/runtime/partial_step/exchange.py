@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import GO_BACK, MAKE_GRADIENTS, Action, Kind, Payload
 from lightning_cyclic.plan.roles import completes, gradient_sources
-from lightning_cyclic.runtime.bits import unseen
+from lightning_cyclic.runtime.bits import put, unseen
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum, refuse_sparse
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.norms import Norms
@@ -281,7 +281,7 @@ class Exchange:
         return Message(self._ownership.changing(a.j))
 
     def _take_buffers(self, a: Action, message: Message) -> None:
-        _copy(self._ownership.changing(a.j), message.tensors)
+        put(self._ownership.changing(a.j), message.tensors)
 
     def _give_norms(self, a: Action) -> Message:
         return self._norms.note(a.t, a.j, self._grads.of(a.t, a.j)).message()
@@ -305,13 +305,6 @@ class Exchange:
 def stages_of(plan: Plan, worker: int) -> tuple[int, ...]:
     workers_of = plan.axes.placement.workers_of
     return tuple(j for j in range(plan.num_stages) if worker in workers_of(j))
-
-
-def _copy(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    # graphs that hold them are over, or do not look at them (statistics)
-    with torch.no_grad(), unseen(parameters):
-        for p, x in zip(parameters, values, strict=True):
-            p.copy_(x)
 
 
 def _keep_few(found: dict[Any, Any]) -> None:

@@ -8,7 +8,7 @@ function that is given the ghost gets the real tensor in its place.
 from __future__ import annotations
 
 from itertools import compress
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -94,8 +94,6 @@ class Mould:
         router: whose run is asked about functions of a ghost that nobody watches, if it replays.
     """
 
-    _make: ClassVar[Any] = staticmethod(Tensor._make_wrapper_subclass)
-
     def __init__(
         self,
         spec: TensorSpec,
@@ -106,12 +104,14 @@ class Mould:
         at = torch.device("cpu") if spec.on_host else device
         self.handle = handle
         self._attributes = {"handle": handle, "spec": spec, "router": router, "_device": at}
-        # by their places, as names take torch longer: from the offset on to the sizes of gradients
-        kind = (0, None, spec.dtype, torch.strided, at, False, spec.requires_grad)
-        self._like = (Ghost, spec.size, spec.stride, *kind)
+        self._size = spec.size
+        self._more: dict[str, Any] = {
+            "strides": spec.stride, "dtype": spec.dtype, "device": at,
+            "requires_grad": spec.requires_grad,
+        }  # fmt: skip
 
     def ghost(self) -> Ghost:
-        made: Ghost = self._make(*self._like)
+        made: Ghost = Tensor._make_wrapper_subclass(Ghost, self._size, **self._more)
         made.__dict__.update(self._attributes)
         return made
 

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.bits import unseen
+from lightning_cyclic.runtime.bits import kept, put, version
+from lightning_cyclic.runtime.snapshot import refill
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.values.plain import (
     is_plain,
@@ -159,27 +160,26 @@ class ModuleState:
         Nothing of it stays but gradients: buffers and metrics of the stage are put back, too.
         """
         shown, names = self._seen(), self._changing(j)
-        held, values = [self._module.get_buffer(n) for n in names], self._copies(names)
+        held = [self._module.get_buffer(n) for n in names]
         metrics = [self._module.get_submodule(p) for p, k in self._cuts.metrics.items() if k == j]
         states = [state_of(m) for m in metrics]
-        for n, x in found.attributes.items():
-            vars(self._module)[n] = _refilled(x, anew=True)
-        self._put_buffers(self._buffers, found.buffers)
-        with unseen(held):  # they will be what they were: graphs that hold them need not notice
-            _copy(held, found.of_stage)
-        try:
-            yield
-        finally:
-            self._put_back(shown)
-            for name, b in zip(names, held, strict=True):
-                path, _, last = name.rpartition(".")
-                owner = self._module.get_submodule(path)
-                if getattr(owner, last) is not b:  # the step has put another in its place
-                    setattr(owner, last, b)
-            with unseen(held):
-                _copy(held, values)
-            for m, state in zip(metrics, states, strict=True):
-                m.__dict__.update(state)
+        with kept(held):
+            for n, x in found.attributes.items():
+                vars(self._module)[n] = _refilled(x, anew=True)
+            self._put_buffers(self._buffers, found.buffers)
+            if found.of_stage:
+                put(held, found.of_stage)
+            try:
+                yield
+            finally:
+                self._put_back(shown)
+                for name, b in zip(names, held, strict=True):
+                    path, _, last = name.rpartition(".")
+                    owner = self._module.get_submodule(path)
+                    if getattr(owner, last) is not b:  # the step has put another in its place
+                        setattr(owner, last, b)
+                for m, state in zip(metrics, states, strict=True):
+                    m.__dict__.update(state)
 
     @contextmanager
     def hiding(self) -> Iterator[None]:
@@ -302,12 +302,6 @@ class ModuleState:
                     buffer.copy_(value)  # else graphs that hold it would notice
 
 
-@torch.no_grad()
-def _copy(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for b, value in zip(buffers, values, strict=False):
-        b.copy_(value)
-
-
 _REMEMBERED = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
 
 
@@ -334,20 +328,17 @@ def _keep(value: Any) -> Kept:
         return Kept(value, set(value))
     if isinstance(value, dict):
         return Kept(value, {k: _keep(x) for k, x in value.items()})
-    is_counted = isinstance(value, Tensor) and not value.is_inference()
-    return Kept(value, value._version if is_counted else None)
+    return Kept(value, version(value))
 
 
 def _refilled(x: Kept, *, anew: bool = False) -> Any:
     """Let a container have again what it had, or make one of its type; a tensor stays changed."""
     if not isinstance(x.value, (*_ORDERED, set, dict)):
         return x.value
-    made = copy.copy(x.value) if anew else x.value  # of its largest length, and its default
-    made.clear()
+    made, items = copy.copy(x.value) if anew else x.value, x.inside  # of its length and default
     if isinstance(made, dict):
-        made.update({k: _refilled(y, anew=anew) for k, y in x.inside.items()})
-    else:
-        (made.update if isinstance(made, set) else made.extend)(x.inside)
+        items = {k: _refilled(y, anew=anew) for k, y in items.items()}
+    refill(made, items)
     return made
 
 
@@ -364,7 +355,7 @@ def _differs(x: Kept, value: Any) -> bool:
         return x.inside.keys() != value.keys() or any(
             _differs(y, value[k]) for k, y in x.inside.items()
         )
-    return bool(x.inside != value._version)
+    return bool(x.inside != version(value))
 
 
 def _moved(name: str, x: Kept, visit: Visit) -> Any:

@@ -32,6 +32,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from torch.nn import functional
 
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.bits import Mark
 from lightning_cyclic.runtime.torch_functions import num_modes
 
 # what has the weights of almost all modules, wherever it is called from
@@ -159,14 +160,14 @@ class Pieces:
         """
         self.put_off = [p for p in self._named.values() if not self.looks]
         self._weights.put_off(self.put_off)
-        before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in self.put_off]
+        before = [(p, Mark.of(p.grad)) for p in self.put_off]
         self.runs_first_half = True
         try:
             yield
         finally:
             self.runs_first_half = False
-        for p, grad, version in before:
-            if p.grad is not grad or (grad is not None and grad._version != version):
+        for p, grad in before:
+            if not grad.is_of(p.grad):
                 _refuse_other_use(p)
 
     def note(self, output: GradientEdge, gradient: Tensor) -> None:

@@ -247,10 +247,6 @@ def is_the_users() -> bool:
     return True
 
 
-def version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
-
-
 def num_bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 

@@ -23,6 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.runtime.bits import version
 from lightning_cyclic.runtime.compiled import is_compiled, uncompiled
 from lightning_cyclic.runtime.plain_copies import ours
 from lightning_cyclic.runtime.snapshot import Snapshot, untouched
@@ -44,7 +45,6 @@ from lightning_cyclic.runtime.stages.ledger import (
     about_to_change,
     arguments,
     is_the_users,
-    version,
 )
 from lightning_cyclic.runtime.torch_functions import (
     NO_LINE,
