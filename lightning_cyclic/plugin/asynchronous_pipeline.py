@@ -36,7 +36,7 @@ from lightning_cyclic.plugin.summaries import StepOutcome
 from lightning_cyclic.plugin.surrogate_loss import stand_in
 from lightning_cyclic.plugin.training import epoch_ends
 from lightning_cyclic.plugin.weight_guard import WeightGuard
-from lightning_cyclic.runtime.agreement import gather_texts
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.gradient_store import Gradients
 from lightning_cyclic.runtime.loss_scaling import LossScaling
 from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig, Summarise
@@ -92,14 +92,18 @@ def _decides(callback: Any, trainer: Trainer, *, validates: bool) -> bool:
     return validates and not callback._should_save_on_train_epoch_end(trainer)
 
 
-def require_same_stop(trainer: Trainer, group: Any) -> None:
+def require_same_stop(trainer: Trainer, assembly: Assembly, what: str) -> None:
     """Refuse that some ranks end training where others go on; all must call it.
+
+    Args:
+        assembly: all ranks.
+        what: they come together for.
 
     Raises:
         ConfigurationError: on every rank, with those that stop.
     """
-    told = gather_texts("stop" if trainer.should_stop else "", group)
-    stops = [r for r, text in enumerate(told) if text]
+    told = assembly.share(trainer.should_stop, what)
+    stops = [r for r, stop in enumerate(told) if stop]
     if stops and len(stops) < len(told):
         others = [r for r in range(len(told)) if r not in stops]
         raise ConfigurationError(
@@ -194,10 +198,10 @@ class AsynchronousPipelineTraining(PipelineTraining):
         return self._scaling.scaled(self._the_plan, t, share)
 
     def _all_are_finite(self, t: int) -> bool:
-        return self._session.norms.is_finite(t)
+        return self._session.updates.norms.is_finite(t)
 
     def _total_norm(self, t: int, parameters: Sequence[nn.Parameter]) -> Tensor:
-        return self._session.norms.total(t, parameters)
+        return self._session.updates.norms.total(t, parameters)
 
     @property
     def _the_plan(self) -> Plan:
@@ -293,19 +297,21 @@ class AsynchronousPipelineTraining(PipelineTraining):
 
     def _is_finite(self, t: int, j: int) -> bool:
         """Say whether a stage is updated: as all are, or by its own gradients."""
-        return self._session.norms.is_finite(t, None if self._options.late_updates else {j})
+        return self._session.updates.norms.is_finite(
+            t, None if self._options.late_updates else {j}
+        )
 
     # ------------------------------------------------------------------ between steps
 
     @override
     def end_batch(self) -> None:
-        if self._session.group is not None:
+        if not self._session.assembly.is_alone:
             check_monitors(self._trainer, self._the_plan.preset, validates=False)
 
     @override
     def agree_to_stop(self) -> None:
         session, trainer = self._session, self._trainer
-        if session.group is None or session.failed:
+        if session.assembly.is_alone or session.failed:
             return
         what = "to go on or to stop together"
         if not epoch_ends(trainer):
@@ -313,8 +319,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
                 check_monitors(trainer, session.plan.preset, validates=True)
             if trainer.should_stop:  # others may go on, and never come
                 what = stopping(trainer)
-        with session.naming_peers(what):
-            require_same_stop(trainer, session.group)
+        require_same_stop(trainer, session.assembly, what)
 
     @override
     def flush(self) -> None:

@@ -44,6 +44,7 @@ from lightning_cyclic.plugin.training import AbstractTraining, agreed_seed, epoc
 from lightning_cyclic.plugin.weight_guard import WeightGuard
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_number
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.loss_scaling import LossScaling, Outcomes, State
 from lightning_cyclic.runtime.stages.places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
@@ -90,13 +91,14 @@ class ReplicatedTraining(AbstractTraining):
         clips = clip == "global" and may_clip_by_norm(trainer)
         if (clips or (scaler and together)) and plan.num_workers > 1:
             options = replace(options, norms="owners")
+        assembly: Assembly = cast("Any", trainer.strategy).assembly
         config = SessionConfig(
             forms=self._forms,
             sums=options.sums(is_scaled=scaler is not None),
             make_plan=partial(plan_of_rounds, options),
             stages=options.stages,
-            seed=agreed_seed(),
-            crew=cast("Any", trainer.strategy).crew,
+            seed=agreed_seed(assembly),
+            assembly=assembly,
             route=options.transport,
             relay_buffers=options.relay_buffers,
             paced=clip != "global" or plan.weights != "freshest",
@@ -142,7 +144,7 @@ class ReplicatedTraining(AbstractTraining):
 
     @property
     @override
-    def transport(self) -> CountingTransport:
+    def transport(self) -> CountingTransport | None:
         return self._session.transport
 
     @override
@@ -189,9 +191,12 @@ class ReplicatedTraining(AbstractTraining):
         trainer, session = self._trainer, self._session
         if self._agreed_epoch != trainer.current_epoch:
             self._agreed_epoch = trainer.current_epoch
-            with session.naming_peers("to begin an epoch"):
-                number = trainer.accumulate_grad_batches
-                require_same_number("accumulate_grad_batches", number, session.group)
+            require_same_number(
+                "accumulate_grad_batches",
+                trainer.accumulate_grad_batches,
+                session.assembly,
+                "to begin an epoch",
+            )
         rounds = batches_of_step(trainer)
         if rounds != session.rounds:
             self.flush_own()
@@ -346,8 +351,7 @@ class ReplicatedTraining(AbstractTraining):
     def _settle_scale(self) -> None:
         session = self._session
         if self._scaling is not None and not session.failed:
-            with session.naming_peers("to agree on the loss scale"):
-                self._scaling.settle(session.t, session.group)
+            self._scaling.settle(session.t, session.assembly)
 
     @override
     def flush_own(self) -> None:
@@ -465,12 +469,12 @@ class ScaledUpdates:
             return overflowed
         return () if engine.all_finite(t, overflowed) else stages
 
-    def settle(self, t: int, group: Any) -> None:
+    def settle(self, t: int, assembly: Assembly) -> None:
         """Let every worker's scaler hold the state behind all steps before ``t``.
 
         All workers must call it, behind a flush.
         """
-        self.outcomes.settle(self._scaling.known, t, group)
+        self.outcomes.settle(self._scaling.known, t, assembly)
         self._scaling.catch_up(t)
 
     def state(self) -> dict[int, State]:

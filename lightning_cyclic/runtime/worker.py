@@ -179,6 +179,7 @@ class Worker:
     """Carry out actions.
 
     Args:
+        flight: notes what is done, should the run fail.
         lanes: those whose actions wait for other workers, and so run in threads of their own.
         limit_s: returns that of waits of a lane for what the main thread does, in seconds.
     """
@@ -190,12 +191,14 @@ class Worker:
         compute: AbstractCompute,
         stores: AbstractStores,
         host: AbstractHost,
+        flight: FlightRecorder,
         lanes: Iterable[Lane] = (),
         limit_s: Callable[[], float] = lambda: 60.0,
     ) -> None:
         self._flow = flow
         self._messages = messages
         self._stores = stores
+        self.flight = flight
         self._coming: dict[Item, _Arrival] = {}
         self._lock = threading.Lock()  # what is coming changes, by several lanes
         self._has_posted = threading.Condition(self._lock)
@@ -203,7 +206,6 @@ class Worker:
         self._limit_s = limit_s
         # what lanes will have made: item -> lane, and which of its actions makes it
         self._promised: dict[Item, tuple[_LaneThread, int]] = {}
-        self.flight = flight = FlightRecorder()  # what was done last, should the run fail
         do: dict[Kind, Callable[[Action], None]] = {
             Kind.F: compute.forward,
             Kind.B: compute.backward,
