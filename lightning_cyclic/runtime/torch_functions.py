@@ -4,7 +4,8 @@
         watch.step_aside()      where nobody need look, functions cost nothing
         watch.come_back()
 
-The stack on which torch keeps such watches is private; it is touched here alone (compat.py).
+The stacks on which torch keeps such watches, hooks of what autograd saves, and transforms of
+torch.func are private; they are touched here alone (compat.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from torch._C import (
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
 )
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._functorch import peek_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 Hear: TypeAlias = Callable[[Any, Any, Any, Any], Any]
@@ -74,6 +77,16 @@ class FunctionWatch(TorchFunctionMode):
 
 
 num_modes: Callable[[], int] = _len_torch_function_stack
+
+
+def saving_hooks() -> Any:
+    """Return the innermost hooks of what autograd saves; None where there are none."""
+    return _top_saved_tensors_default_hooks(False)
+
+
+def is_transformed() -> bool:
+    """Say whether code runs within a transform of torch.func."""
+    return peek_interpreter_stack() is not None
 
 
 def leave_modes(depth: int) -> None:
