@@ -26,6 +26,7 @@ from lightning_cyclic.plugin.optimizers import (
 from lightning_cyclic.plugin.records import refused_in_update
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.absent import Home, come_back, home_of, leave
+from lightning_cyclic.runtime.bits import Mark
 from lightning_cyclic.runtime.torch_functions import user_line
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
@@ -153,7 +154,7 @@ class DeferredUpdates:
         self._total_norm = total_norm
         self._is_scaled = is_scaled
         self._forms = forms
-        self._measured: list[tuple[nn.Parameter, Tensor | None, int]] = []  # as norms saw them
+        self._measured: list[tuple[nn.Parameter, Mark]] = []  # as norms saw them
 
     def remember(self, t: int, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
         """Keep the hyper-parameters of step ``t``, before a scheduler moves on."""
@@ -179,8 +180,8 @@ class DeferredUpdates:
             if key is not None:
                 raise ConfigurationError(
                     f"{key!r} of a parameter group of the optimizer was changed from "
-                    f"{noted[key][0]} to {values[key]} within a step, by training_step or a hook "
-                    f"of its backward or update, but under preset {self._preset!r} ranks run "
+                    f"{noted[key].value} to {values[key]} within a step, by training_step or a "
+                    f"hook of its backward or update, but under preset {self._preset!r} ranks run "
                     "steps at other times than they update; allowed: hyper-parameters that change "
                     "between steps; use a scheduler, on_train_batch_start or the module's "
                     "optimizer_step, or strategy='1f1b'"
@@ -216,8 +217,7 @@ class DeferredUpdates:
         ):
             self.updated = list(map(self._forms.weight, updated))
             if self._is_scaled:
-                grads = ((p, p.grad) for p in updated)
-                self._measured = [(p, g, -1 if g is None else g._version) for p, g in grads]
+                self._measured = [(p, Mark.of(p.grad)) for p in updated]
             with self.unchanged():
                 with self._gradients.in_hook("on_before_optimizer_step", self.updated):
                     call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
@@ -269,8 +269,8 @@ class DeferredUpdates:
 
     def _check_measured(self) -> None:
         """Refuse gradients that are others than those whose norms all have been told."""
-        for p, grad, version in self._measured:
-            if p.grad is not grad or (grad is not None and grad._version != version):
+        for p, grad in self._measured:
+            if not grad.is_of(p.grad):
                 raise StepError(
                     f"gradients were changed in step {self._t} before they were clipped by their "
                     "norm (in on_before_optimizer_step or configure_gradient_clipping), but with "

@@ -30,6 +30,7 @@ from lightning_cyclic.plugin.pipeline import PipelineTraining
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.surrogate_loss import Surrogates
+from lightning_cyclic.runtime.bits import Mark
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.loss_scaling import State, put_state, state_behind, state_of
 from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig, Summarise
@@ -49,22 +50,18 @@ class SharedScaler:
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
         self._state: State = (1.0, 0)  # of the step under way
-        self._put: tuple[int, int] | None = None  # what the scaler held then
+        self._put: Mark | None = None  # what the scaler held then
 
     def get_scale(self) -> float:
         return self._state[0]
 
     def scaled(self, t: int, share: Share) -> Share:
         """Return the share of a micro-batch in the loss of step ``t``, times its scale."""
-        if self._put is None or self._put != self._holding():  # it is the first, or was loaded
+        if self._put is None or not self._put.is_of(self._scaler._scale):  # none yet, or loaded
             self._state = state_of(self._scaler)
-            self._put = self._holding()
+            self._put = Mark.of(self._scaler._scale)
         scale = self.get_scale()
         return lambda ones: share(ones) * scale
-
-    def _holding(self) -> tuple[int, int]:
-        scale = self._scaler._scale  # None before it has scaled anything
-        return (id(scale), -1 if scale is None else scale._version)
 
     def has_overflowed(self, optimizer: Optimizer) -> bool:
         """Say whether the scaler has found gradients of this rank that are not finite."""
@@ -96,7 +93,7 @@ class SharedScaler:
         if session.updates.was_finite is not None:  # else there was no loss, and no update
             self._state = state_behind(self._scaler, self._state, session.updates.was_finite)
             put_state(self._scaler, self._state)
-            self._put = self._holding()
+            self._put = Mark.of(self._scaler._scale)
 
 
 @final

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.plan.actions import GO_BACK, MAKE_GRADIENTS, Action, Kind, Payload
 from lightning_cyclic.plan.roles import completes, gradient_sources
-from lightning_cyclic.runtime.bits import unseen
+from lightning_cyclic.runtime.bits import put, unseen
 from lightning_cyclic.runtime.gradient_store import Sum, refuse_sparse
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.batches import Batches
@@ -262,7 +262,7 @@ class Exchange:
         return Message(self._ownership.changing(a.j))
 
     def _take_buffers(self, a: Action, message: Message) -> None:
-        _copy(self._ownership.changing(a.j), message.tensors)
+        put(self._ownership.changing(a.j), message.tensors)
 
     def _give_norms(self, a: Action) -> Message:
         return self._norms.note(a.t, a.j, self._grads.of(a.t, a.j)).message()
@@ -281,13 +281,6 @@ class Exchange:
 
     def _take_losses(self, a: Action, message: Message) -> None:
         self._conclusions.came[a.t] = message
-
-
-def _copy(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    # graphs that hold them are over, or do not look at them (statistics)
-    with torch.no_grad(), unseen(parameters):
-        for p, x in zip(parameters, values, strict=True):
-            p.copy_(x)
 
 
 def _keep_few(found: dict[Any, Any]) -> None:

@@ -205,8 +205,8 @@ class StagewiseSession(AbstractSession):
         self._messages = self._make_messages(own)
         self._own = own  # now there is something to let go, should the rest fail
         state = ModuleState(
-            self.module, cuts, self.config.not_state, own.ownership.stages, plan.num_stages,
-            self.config.say, set(cuts.repeated) - set(own.ownership.stale),
+            self.module, cuts, self.config.not_state, own.ownership.stages, self.config.say,
+            set(cuts.repeated) - set(own.ownership.stale),
         )  # fmt: skip
         grads = GradientStore(own.trained_of, self.config.sums)
         self._step = self._make_step(own, state)
