@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Number
 from typing import Any, TypeVar, final
 
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from lightning_cyclic import errors
 from lightning_cyclic.errors import ConfigurationError, CyclicError
 from lightning_cyclic.runtime.transport.base import Line
-from lightning_cyclic.runtime.transport.crew import Crew, is_late, is_of_groups
+from lightning_cyclic.runtime.transport.crew import Crew, is_of_groups
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Assembly:
         self.rank = 0 if crew is None else crew.names.rank
         self.num_ranks = 1 if crew is None else dist.get_world_size()
         self._when = when
-        self._limit_s = None if crew is None else crew.timeout_s
+        self.limit_s = 0.0 if crew is None else crew.timeout_s  # of every wait
         self._line: Line | None = None
         if crew is not None:  # now, when all have met
             self._line = Line(crew.timeout_s)
@@ -65,21 +65,23 @@ class Assembly:
     @property
     def group(self) -> Any:
         """Return the process group; None where there is none at all."""
-        if self._line is None and self._limit_s is not None:  # for a checkpoint behind the end
-            self._line = Line(self._limit_s)
+        if self._line is None and self.limit_s:  # for a checkpoint behind the end
+            self._line = Line(self.limit_s)
         return None if self._line is None else self._line.group
 
     def close(self) -> None:
         """End the group, and look for the words of ranks that fail no more."""
         crew, self.crew = self.crew, None
+        line, self._line = self._line, None
         if crew is not None:
             crew.close()
             if crew.failure() is not None:  # its thread may be about to hang up
                 return
-            crew.hang_ups.clear()
-        if self._line is not None:
-            self._line.disconnect()
-            self._line = None
+        if line is not None:
+            if crew is not None:
+                crew.hang_ups.remove(line.hang_up)
+            with suppress(ValueError):  # the default group has ended, and all others with it
+                line.disconnect()
 
     # ------------------------------------------------------------------ what all call
 
@@ -106,7 +108,7 @@ class Assembly:
             if isinstance(error, CyclicError) or not is_of_groups(error):
                 raise
             rank = None if peer is None else crew.names.rank_of(peer)
-            raise crew.failed(f"{what}, {when}", rank, late=is_late(str(error))) from None
+            raise crew.failed(f"{what}, {when}", error, rank) from None
         finally:
             crew.waits = before
 

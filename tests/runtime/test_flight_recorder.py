@@ -15,15 +15,20 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Action, Lane, parse
 from lightning_cyclic.runtime.flight_recorder import MOST, FlightRecorder, lines, write_down
 from lightning_cyclic.runtime.worker import Worker
+from lightning_cyclic.viz.words import sentence
 from tests.runtime.test_worker import Pair
 
 FORWARD = parse("0F0@0#0")
 
 
+def _name_of(what: object) -> str:
+    return str(getattr(what, "name", what))  # of a lane, or an action
+
+
 def taken(worker: Worker) -> list[tuple[str, str]]:
     """Return whether it was over (" ") or not (">"), and what was done or waited for."""
     return [
-        (" " if end_ns else ">", f"{'wait ' * words(what).startswith('wait for')}{what}")
+        (" " if end_ns else ">", f"{'wait ' * words(what).startswith('wait for')}{_name_of(what)}")
         for _, end_ns, what, words in worker.flight.take()
     ]
 
@@ -72,7 +77,7 @@ def test_updates_that_are_made_outside_are_noted() -> None:
 
 def test_the_last_are_kept_and_times_are_seconds_before_the_end() -> None:
     flight = FlightRecorder()
-    do = flight.recorded(lambda a: None)
+    do = flight.noted(lambda a: None, sentence)
     for t in range(MOST + 3):
         do(parse(f"0F0@0#{t}"))
     rows = flight.take()
@@ -86,7 +91,7 @@ def test_the_last_are_kept_and_times_are_seconds_before_the_end() -> None:
 
 def test_what_was_done_can_be_taken_while_lanes_go_on() -> None:
     flight, stops = FlightRecorder(), threading.Event()
-    do = flight.recorded(lambda a: None)
+    do = flight.noted(lambda a: None, sentence)
 
     def go_on() -> None:
         while not stops.is_set():
@@ -109,7 +114,7 @@ def test_an_error_passes_through_as_it_is() -> None:
         raise ZeroDivisionError("own")
 
     with pytest.raises(ZeroDivisionError, match="^own$"):
-        FlightRecorder().recorded(fail)(FORWARD)
+        FlightRecorder().noted(fail, sentence)(FORWARD)
 
 
 def test_profilers_see_actions_waits_and_updates_by_name() -> None:
@@ -140,7 +145,7 @@ def write(path: Path, flight: FlightRecorder) -> list[str]:
 
 def test_a_file_says_who_failed_where_with_what_and_what_was_done_last(tmp_path: Path) -> None:
     path, flight = tmp_path / "made" / "failure-rank1.txt", FlightRecorder()
-    flight.recorded(lambda a: None)(parse("0F1@2#3"))
+    flight.noted(lambda a: None, sentence)(parse("0F1@2#3"))
     assert write(path, flight) == [f"What this rank did last is in {path}"]
     rule, head, reason, numbers, blank, *rest = path.read_text().splitlines()
     assert rule == "=" * 80
