@@ -44,7 +44,7 @@ from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.predict import guesses
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.transport import NamedTransport
+from lightning_cyclic.runtime.transport import CountingTransport, NamedTransport
 from lightning_cyclic.runtime.transport.crew import Crew
 
 WARM_UP = 2  # steps of every fit that are not timed
@@ -124,7 +124,8 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
     if case.num_workers > 1:
         worker = rank_of(dist.get_rank(), case.num_workers)
         assembly = Assembly(crew := Crew(600.0))
-        transport = NamedTransport(Lane, crew, lambda w: rank_of(w, case.num_workers))
+        named = NamedTransport(Lane, crew, lambda w: rank_of(w, case.num_workers))
+        transport = CountingTransport(named)
     config = StagewiseConfig(
         make_plan=lambda stages, num_microbatches, tied, relayed: make_plan(
             preset, num_stages=stages, num_workers=case.num_workers,

@@ -198,10 +198,10 @@ class AsynchronousPipelineTraining(PipelineTraining):
         return self._scaling.scaled(self._the_plan, t, share)
 
     def _all_are_finite(self, t: int) -> bool:
-        return self._session.norms.is_finite(t)
+        return self._session.updates.norms.is_finite(t)
 
     def _total_norm(self, t: int, parameters: Sequence[nn.Parameter]) -> Tensor:
-        return self._session.norms.total(t, parameters)
+        return self._session.updates.norms.total(t, parameters)
 
     @property
     def _the_plan(self) -> Plan:
@@ -297,7 +297,9 @@ class AsynchronousPipelineTraining(PipelineTraining):
 
     def _is_finite(self, t: int, j: int) -> bool:
         """Say whether a stage is updated: as all are, or by its own gradients."""
-        return self._session.norms.is_finite(t, None if self._options.late_updates else {j})
+        return self._session.updates.norms.is_finite(
+            t, None if self._options.late_updates else {j}
+        )
 
     # ------------------------------------------------------------------ between steps
 

@@ -102,6 +102,6 @@ def clip_stages(
         return
     if not session.owns:  # a replica whose gradients have gone to another
         return
-    session.tell_norms(overflowed=overflowed)
-    total = session.norms.total(session.t, parameters)
+    session.updates.tell_norms(session.t, overflowed=overflowed)
+    total = session.updates.norms.total(session.t, parameters)
     torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)

@@ -158,7 +158,7 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def report(self) -> str | None:
-        found, cut = self._finder.report(self._session.cuts), self._session.how_cut()
+        found, cut = self._finder.report(self._session.cuts), self._session.batches.how_cut()
         if found is None and not self._options.is_one_stage:
             return None
         return "\n\n".join(filter(None, (found, cut))) or None

@@ -144,7 +144,7 @@ class ReplicatedTraining(AbstractTraining):
 
     @property
     @override
-    def transport(self) -> CountingTransport:
+    def transport(self) -> CountingTransport | None:
         return self._session.transport
 
     @override

@@ -80,7 +80,10 @@ class SharedScaler:
             states = self._scaler._per_optimizer_states[id(optimizer)]
             if states["stage"].name == "READY":  # else Lightning has, as hooks are to see them so
                 self._scaler.unscale_(optimizer)
-            finite = session.all_finite(overflowed=self.has_overflowed(optimizer))
+            overflowed = self.has_overflowed(optimizer)
+            finite = session.updates.all_finite(
+                session.t, overflowed=overflowed, alone=session.num_workers == 1
+            )
             found = torch.full((), float(not finite), device=session.device)
             states["found_inf_per_device"] = {session.device: found}
             return step(optimizer, *args, **kwargs)
@@ -92,8 +95,8 @@ class SharedScaler:
             del vars(self._scaler)["step"]
 
     def end_step(self, session: StagewiseSession) -> None:
-        if session.was_finite is not None:  # else there was no loss, and no update
-            self._state = state_behind(self._scaler, self._state, session.was_finite)
+        if session.updates.was_finite is not None:  # else there was no loss, and no update
+            self._state = state_behind(self._scaler, self._state, session.updates.was_finite)
             put_state(self._scaler, self._state)
             self._put = self._holding()
 
@@ -187,7 +190,7 @@ class SynchronousPipelineTraining(PipelineTraining):
             if written and self._plan.weights != "sync":
                 raise closure_called(self._trainer.optimizers[0], self._plan.preset)
             output = closure()
-            self._session.begin_update()  # behind it the next version may be made in place
+            self._session.updates.begin()  # behind it the next version may be made in place
             late.enter_context(self._corrected())
             if self._session.cuts is not None:
                 trained = self._trainer.optimizers[0]

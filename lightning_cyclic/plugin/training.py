@@ -202,8 +202,7 @@ class AbstractTraining(Hooks, ABC):
         if lack:
             todo = relief(self.plan or self._plan, self._options.activation_checkpointing)
             error.add_note(f"{self._name} ran {lack} {self.when}. {todo}")
-        flight, plan = self._session.flight, self.plan or self._plan
-        rows = flight.take() if flight is not None else []
+        rows, plan = self._session.flight.take(), self.plan or self._plan
         self._session.fail(error, todo)
         rank, worker = f"{self._name} ended {self.when}", self._worker
         write_down(self._failure_path, error, rank, worker, plan, rows)

@@ -37,11 +37,6 @@ class Collectives:
         self._reduces = replicas > 1 and not assembly.is_alone
         self._peers: Line | None = self._met() if self._reduces else None
 
-    def close(self) -> None:
-        if self._peers is not None:
-            self._peers.disconnect()
-            self._peers = None
-
     def _met(self) -> Line | None:
         """Return the process group of the workers with this one's place in their replicas."""
         rank, mine = self._assembly.rank, None
@@ -51,7 +46,7 @@ class Collectives:
         for place in range(self._size):
             ranks = [replica * self._size + place for replica in range(self._width)]
             if rank in ranks or not by_members:
-                made = Line(self._assembly.limit_s, None, ranks, by_members=by_members)
+                made = self._assembly.line(None, ranks, by_members=by_members)
                 mine = made if rank in ranks else mine
         return mine
 
@@ -81,7 +76,8 @@ class Collectives:
         """
         if not self._reduces:
             return tensor
-        self._peers = self._peers or self._met()  # behind the end, too
+        if self._peers is None or self._peers.group is None:  # behind the end
+            self._peers = self._met()
         assert self._peers is not None
         group = self._peers.group
         reduced = tensor.to(_device_for(group))  # which is the tensor itself, mostly

@@ -170,6 +170,7 @@ class Verifier:
                 return None
         found = []
         for q, replica in enumerate(each):
+            # of its own, not by Batches.shares, which is among what is compared
             shares = shares_of([size for _, size in replica], replicas * accumulate)
             if session.config.scaled is not None:
                 shares = [session.config.scaled(session.t, share) for share in shares]
@@ -201,10 +202,11 @@ class Verifier:
 
     # ------------------------------------------------------------------ within a step
 
-    def note_gradients(self, j: int, names: Sequence[str], grads: Gradients) -> None:
+    def note_gradients(self, j: int, grads: Gradients) -> None:
         """Note the sums of gradients of a stage, when they are whole."""
         if self.is_comparing:
-            self._gradients |= gradient_evidence(j, names, grads)
+            assert self._session.cuts is not None
+            self._gradients |= gradient_evidence(j, self._session.cuts.parameters[j], grads)
 
     def note_state(self) -> None:
         """Note what the module keeps, before hooks of an update change that."""
