@@ -199,6 +199,7 @@ class Worker:
         self._flow = flow
         self._messages = messages
         self._stores = stores
+        self.flight = flight
         self._coming: dict[Item, _Arrival] = {}
         self._lock = threading.Lock()  # what is coming changes, by several lanes
         self._has_posted = threading.Condition(self._lock)

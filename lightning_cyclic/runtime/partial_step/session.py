@@ -174,7 +174,7 @@ class StagewiseSession(AbstractSession):
         self._trained = self._had_versions = self._read_trained()
         frozen = {n for n, _ in self.module.named_parameters()} - self._trained
         self._plans = Plans(self.config, cuts, self.num_workers, frozen)
-        self.cuts, plan = cuts, self._plans.usual
+        plan = self._plans.usual
         if plan.axes.placement.takes_turns:
             cuts.refuse_early_metrics()
         self.ownership = ownership = Ownership(
@@ -189,6 +189,7 @@ class StagewiseSession(AbstractSession):
         if plan.weights != "sync" and (self.flows or not plan.flows):
             self.versions = self._make_versions(plan, ownership)
         self._messages = self._make_messages(plan)
+        self.cuts = cuts  # now there is something to let go, should the rest fail
         repeated = set(cuts.repeated) - set(ownership.stale)
         state = ModuleState(
             self.module, cuts, self.config.not_state, ownership.stages, plan.num_stages,

@@ -33,7 +33,7 @@ from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
-from lightning_cyclic.runtime.weight_watch import Weights, changed_within
+from lightning_cyclic.runtime.weight_watch import Weights, WeightWatch, changed_within
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
@@ -111,6 +111,7 @@ class Session(AbstractSession):
         update: Update,
     ) -> None:
         super().__init__(module, config.assembly, worker, worker, device, _not_relayed)
+        self._watch = WeightWatch(worker, buffer_changed=_not_relayed)
         self._trained = dict(parameters)
         self._config = config
         self._probe = config.make_plan(1, (), (), 1)  # what does not depend on the stages
