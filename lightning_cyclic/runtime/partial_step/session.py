@@ -504,8 +504,6 @@ class StagewiseSession(AbstractSession):
         self._messages.close()
         if self.transport is not None:
             self._line.close()
-            if not self.failed:
-                self._collectives.close()
 
 
 def _no_wait(pending: Any, action: Action) -> None:

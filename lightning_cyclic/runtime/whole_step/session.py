@@ -400,13 +400,11 @@ class Session(AbstractSession):
     def _first_forward(self, batch: Any, *, first: bool, last: bool) -> Iterator[None]:
         assert self._first is not None
         if first:
-            with self.assembly.waiting("to send the buffers of the module", self.worker - 1):
-                self._first.receive()
+            self._first.receive()
         with self._first.forward(batch, first=first):
             yield
         if last:
-            with self.assembly.waiting("to take the buffers of the module", self.worker + 1):
-                self._first.send()
+            self._first.send()
 
     def _begin_watch(self) -> None:
         """Notice what changes weights of which others have copies or versions."""
