@@ -1,14 +1,10 @@
-"""Clipping: what a gradient norm is taken over, and over all stages of a pipeline."""
+"""Clipping: what a gradient norm is taken over."""
 
 from __future__ import annotations
-
-import torch
-from torch.optim import Optimizer
 
 from lightning_cyclic.compat import Trainer, is_overridden, rank_zero_warn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 
 CLIPPING = ("stage", "global")
 
@@ -76,32 +72,3 @@ def decides_together(plan: Plan) -> bool:
     Under ``delayed`` a version is first read when every stage has long had its gradients.
     """
     return plan.weights == "delayed" and plan.flows
-
-
-def clip_stages(
-    session: StagewiseSession,
-    optimizer: Optimizer,
-    clip_val: float,
-    *,
-    by_stage: bool,
-    overflowed: bool = False,
-) -> None:
-    """Clip gradients by the norm over all stages, as one process that has them all would.
-
-    Args:
-        overflowed: whether gradients of this worker were not finite, when hooks had not seen them.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if by_stage:
-        for j in range(session.program.plan.num_stages):
-            mine = set(map(id, session.trained_of(j)))  # in the order of the optimizer's
-            torch.nn.utils.clip_grad_norm_([p for p in parameters if id(p) in mine], clip_val)
-        return
-    if session.num_workers == 1:
-        torch.nn.utils.clip_grad_norm_(parameters, clip_val)
-        return
-    if not session.owns:  # a replica whose gradients have gone to another
-        return
-    session.tell_norms(overflowed=overflowed)
-    total = session.norms.total(session.t, parameters)
-    torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)

@@ -22,8 +22,8 @@ from typing_extensions import override
 from lightning_cyclic.compat import BasePredictionWriter, Trainer, TrainerFn
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_pipeline
+from lightning_cyclic.plugin.clipping import decides_together
 from lightning_cyclic.plugin.hooks import Own
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.pipeline_session import (
@@ -42,7 +42,7 @@ from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.partial_step.collectives import rank_of
-from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
+from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig
 from lightning_cyclic.runtime.partial_step.module_state import state_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.evidence import is_metric
@@ -117,9 +117,11 @@ class PipelineTraining(AbstractTraining):
         self._finder = CutFinder(options, kept)
         self._transport, group = join_workers(trainer, options)
         self._session: StagewiseSession = make_session(
-            trainer, options, plan, self._finder, self._transport, group, self._configured
-        )
+            trainer, self._options, self._plan, self._finder, self._transport, group,
+            self._configured,
+        )  # fmt: skip
         self._summaries = Summaries(self._module, self._session, reductions)
+        self._summaries.refuses_overflow = self._scaling is None
         self._metrics = SharedMetrics(trainer, self._module, self._session)
         self._stop = None if group is None else StopBoard(f"cyclic/stop/{group.group_name}")
         self._writers = self._quieted_writers()
@@ -139,7 +141,28 @@ class PipelineTraining(AbstractTraining):
         return writers
 
     def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
-        return replace(config, forms=self._forms)
+        return replace(config, forms=self._forms, scaled=self._scaling and self._scaled)
+
+    def _scaled(self, t: int, share: Share) -> Share:
+        assert self._scaling is not None
+        return self._scaling.scaled(self._the_plan, t, share)
+
+    @property
+    def _the_plan(self) -> Plan:
+        assert self._session.plan is not None
+        return self._session.plan
+
+    @override
+    def _telling_norms(self, options: Options, plan: Plan) -> tuple[Options, Plan]:
+        told: dict[str, Any] = {
+            "late_updates": decides_together(plan),
+            "norms": "owners" if self._scaling is None else "all",
+        }
+        return replace(options, **told), replace(plan, **told)
+
+    @override
+    def parameters_of(self, j: int) -> Sequence[nn.Parameter]:
+        return self._session.trained_of(j)
 
     @override
     @staticmethod
@@ -307,14 +330,6 @@ class PipelineTraining(AbstractTraining):
     @override
     def _workers_per_loader(self) -> int:
         return self._trainer.world_size // self._options.replicas
-
-    @override
-    def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(own, checkpoint)
-        if self._is_apart:
-            mine = self._session.with_state
-            ckpt.keep_owned_state(self._trainer.optimizers[0], mine)
-            self._forms.leave(mine)  # again: a checkpoint has those of all
 
     # ------------------------------------------------------------------ the end
 
