@@ -196,6 +196,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
         self._guard.check()
         self._updates.require(self._session.t)
         self._follow_freezing()
+        self._is_under_way = True
         session, given = self._session, StepArguments(args, kwargs)
         if self._stop is not None:
             self._stop.tell()

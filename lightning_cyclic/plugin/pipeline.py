@@ -203,6 +203,7 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def bring(self) -> None:
+        super().bring()
         if self._is_apart:
             self._metrics.share()
             self._session.bring()

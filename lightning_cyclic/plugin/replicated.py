@@ -166,6 +166,7 @@ class ReplicatedTraining(AbstractTraining):
             self._require_update()
             self._guard.check()
         self._follow_freezing()
+        self._is_under_way = True
         if session.is_apart and session.engine is None:
             args, kwargs = self._find_stages(own, StepArguments(args, kwargs)), {}
         batch, last = args[0] if args else kwargs, not self._accumulating

@@ -24,6 +24,7 @@ from lightning_cyclic.compat import (
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
+from lightning_cyclic.plugin import torn_weights
 from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
 from lightning_cyclic.plugin.callbacks.flush import FlushCallback
 from lightning_cyclic.plugin.checkpoint_file import CheckpointFile
@@ -85,7 +86,10 @@ class Setup(Checkpoints):
 
     @override
     def setup_environment(self) -> None:
-        """Forget the training before this one: a checkpoint is loaded before setup."""
+        """Forget the training before this one: a checkpoint is loaded before setup.
+
+        A fit still knows which rank has which state of its optimizer.
+        """
         self._plan = self._training.plan or self._plan
         self._training, self._unmade = Hooks(), None
         self._part()
@@ -115,6 +119,8 @@ class Setup(Checkpoints):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        assert trainer.state.fn is not None
+        torn_weights.check(trainer.lightning_module, f"trainer.{trainer.state.fn.value}")
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._make_unmade(trainer, fitting=fitting)
         self._prepare(trainer, self._options, fitting=fitting)
@@ -124,6 +130,8 @@ class Setup(Checkpoints):
         super().setup(trainer)
         options = self._options
         kind = _kind_of_training(options, fitting=fitting)
+        if fitting:
+            self._fitted = None
         if kind is None and not fitting:
             return
         self._plan = options.plan(options.expected_stages(self.lightning_module))
@@ -140,7 +148,8 @@ class Setup(Checkpoints):
                 self._undo.enter_context(plain_copies(trainer.lightning_module))
                 if self.world_size > 1:
                     self._undo.enter_context(refusing_collectives(self._reductions))
-                self._training = kind(trainer, options, self._plan, self._reductions)
+                training = kind(trainer, options, self._plan, self._reductions)
+                self._training, self._fitted = training, training if fitting else self._fitted
             self._resume()
         elif self._saved is not None:  # Lightning itself trains, on the newest weights
             ckpt.warn_of_other_plan(self._saved, "sync")

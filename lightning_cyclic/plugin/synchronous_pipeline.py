@@ -51,12 +51,18 @@ class SynchronousPipelineTraining(PipelineTraining):
 
     @property
     @override
+    def _stays_whole(self) -> bool:
+        return self._session.num_workers == 1
+
+    @property
+    @override
     def updated_parameters(self) -> Sequence[nn.Parameter]:
         return list(self._session.named().values())
 
     @override
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         self._follow_freezing()
+        self._is_under_way = True
         session, given = self._session, StepArguments(args, kwargs)
         if self._stop is not None:
             self._stop.tell()

@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_cyclic.compat import LightningModule, Trainer, TrainerFn, rank_zero_info
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
+from lightning_cyclic.plugin import torn_weights
 from lightning_cyclic.plugin.checks import check_optimizers, scaler_of
 from lightning_cyclic.plugin.clipping import clip_mode, may_clip_by_norm
 from lightning_cyclic.plugin.error_feedback import ErrorFeedback
@@ -67,7 +68,7 @@ class AbstractTraining(Hooks, ABC):
         self._plan = plan
         self._reductions = reductions
         self._feedback = ErrorFeedback(is_on=options.error_feedback)
-        self._accumulating = False
+        self._accumulating = self._is_under_way = False
         self._has_told_stages = self._closed = self._owned_is_kept = False
         self._signals: StopSignals | None = None
         self._loaders: LoaderPosition | None = None
@@ -243,6 +244,10 @@ class AbstractTraining(Hooks, ABC):
     def flush(self) -> None:
         self._session.flush()
 
+    @override
+    def bring(self) -> None:
+        self._is_under_way = False  # until the next step all ranks have weights of one step
+
     def agree_to_stop(self) -> None:  # only where ranks learn metrics late
         """Behind a flush, see that all ranks go on, or that all stop."""
 
@@ -275,6 +280,8 @@ class AbstractTraining(Hooks, ABC):
         self._reductions.stop_refusing()
         if self._session.failed:
             return
+        if self._is_under_way and self.plan is not None and not self._stays_whole:
+            torn_weights.note(self._module, f"by {type(error).__name__} {self.when}")
         lack, todo = lack_of_memory(error), ""
         if lack:
             todo = relief(self.plan or self._plan, self._options.activation_checkpointing)
@@ -284,6 +291,11 @@ class AbstractTraining(Hooks, ABC):
         self._session.fail(error, todo)
         rank, worker = f"{self._name} ended {self.when}", self._worker
         write_down(self._failure_path, error, rank, worker, plan, rows)
+
+    @property
+    def _stays_whole(self) -> bool:
+        """Say whether this rank has all weights of one step, also within the next one."""
+        return False
 
     @property
     def _name(self) -> str:
@@ -308,6 +320,7 @@ class AbstractTraining(Hooks, ABC):
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self, own: Own) -> dict[str, Any]:
+        torn_weights.check(self._module, "save_checkpoint")
         if not self._writes_parts:
             self.flush()
             return self._whole_weights(own)

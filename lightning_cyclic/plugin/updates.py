@@ -229,23 +229,22 @@ class Updates:
         Returns:
             Those that stay as they were.
         """
-        optimizer, remembered = self._optimizer, self._remembered[t]
-        profiled = self._trainer.profiler.profile(  # type: ignore[attr-defined]
-            f"[Strategy]{type(self._trainer.strategy).__name__}.deferred_optimizer_step"
-        )
+        trainer, optimizer, remembered = self._trainer, self._optimizer, self._remembered[t]
+        is_in_step = self._owner.update_together()
         with (
             _hyper_parameters(optimizer, remembered.groups, self._added),
-            _counting(self._trainer, remembered.global_step),
+            _counting(trainer, remembered.global_step),
             self._reductions.refused(),
-            nullcontext()
-            if self._owner.update_together()
-            else refused_in_update(self._trainer, self._preset),
+            nullcontext() if is_in_step else refused_in_update(trainer, self._preset),
+            self.making(t, stages) as updated,
         ):
-            with self.making(t, stages) as updated:
-                if updated:
-                    alone = without_closure(optimizer, self._preset)
-                    with profiled, _holding(optimizer, self._parameters(updated)), alone:
-                        optimizer.step(**remembered.kwargs)
+            if updated:
+                profiled = trainer.profiler.profile(  # type: ignore[attr-defined]
+                    f"[Strategy]{type(trainer.strategy).__name__}.deferred_optimizer_step"
+                )
+                alone = without_closure(optimizer, self._preset)
+                with profiled, _holding(optimizer, self._parameters(updated)), alone:
+                    optimizer.step(**remembered.kwargs)
         self._count(t, optimizer, self._found)
         return set(stages).difference(updated)
 
@@ -281,16 +280,13 @@ class Updates:
         self._t = t
         if self._told_before:
             self._measured = [(p, p.grad, _version(p.grad)) for p in parameters]
-        is_late = self._lag is not None
         self.updated = list(map(self._forms.weight, parameters))
+        is_late, hook = self._lag is not None, "on_before_optimizer_step"
+        hidden = self._gradients.in_hook(hook, self.updated) if is_late else nullcontext()
         with self.unchanged() if is_late else nullcontext():
-            with (
-                self._gradients.in_hook("on_before_optimizer_step", self.updated)
-                if is_late
-                else nullcontext()
-            ):
-                for run in (call._call_callback_hooks, call._call_lightning_module_hook):
-                    run(self._trainer, "on_before_optimizer_step", self._optimizer)
+            with hidden:
+                call._call_callback_hooks(self._trainer, hook, self._optimizer)
+                call._call_lightning_module_hook(self._trainer, hook, self._optimizer)
             self.updated = []
             self._clip_gradients(stages)
         self._measured = []  # which would keep their memory

@@ -368,9 +368,10 @@ def one_refuses(
           for returned, says in [(0.5, "must return a Tensor, a dict"),
                                  ({"los": 1}, "the 'loss' key")]),
         # precisions, and what travels
-        one_refuses(m.HalvesGradients, "StepError", "changed in step 0 before they were clipped",
-                    strategy={"preset": "cyclic_dp_v1", "stages": 4}, gradient_clip_val=0.02,
-                    plugins=[precision()]),
+        *(one_refuses(m.HalvesGradients, "StepError", "changed in step 0 before they were clipped",
+                      strategy=FLOW | {"preset": "pipedream_2bw"}, gradient_clip_val=0.02,
+                      **plugins)
+          for plugins in ({}, {"plugins": [precision()]})),
         one_refuses(m.Steep, "StepError", "reduce_dtype='fp16' sends none above 65504",
                     "gradients have an element of ",
                     strategy={"preset": "cyclic_dp", "reduce_dtype": "fp16"}),
