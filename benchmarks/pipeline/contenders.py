@@ -36,6 +36,7 @@ from benchmarks.pipeline.model import (
 )
 from lightning_cyclic import PipelineStrategy, make_plan
 from lightning_cyclic.plan.actions import Lane
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.collectives import rank_of
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
@@ -43,7 +44,7 @@ from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.predict import guesses
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.transport import NamedTransport
+from lightning_cyclic.runtime.transport import CountingTransport, NamedTransport
 from lightning_cyclic.runtime.transport.crew import Crew
 
 WARM_UP = 2  # steps of every fit that are not timed
@@ -119,11 +120,12 @@ def _plain(case: Case) -> Contender:
 
 def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Contender:
     """Run the package's session of stages, without Lightning's loops."""
-    batch, transport, group, worker = case.batch(), None, None, 0
+    batch, transport, assembly, worker = case.batch(), None, Assembly(), 0
     if case.num_workers > 1:
         worker = rank_of(dist.get_rank(), case.num_workers)
-        transport = NamedTransport(Lane, Crew(600.0), lambda w: rank_of(w, case.num_workers))
-        group = transport.group
+        assembly = Assembly(crew := Crew(600.0))
+        named = NamedTransport(Lane, crew, lambda w: rank_of(w, case.num_workers))
+        transport = CountingTransport(named)
     config = StagewiseConfig(
         make_plan=lambda stages, num_microbatches, tied, relayed: make_plan(
             preset, num_stages=stages, num_workers=case.num_workers,
@@ -138,7 +140,7 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
             guesses(optimizer, parameters, updates, optimizer.param_groups, {})
         ),
     )  # fmt: skip
-    session = StagewiseSession(module, config, transport, worker, case.num_workers, CPU, group)
+    session = StagewiseSession(module, config, transport, worker, case.num_workers, CPU, assembly)
     optimizer = module.configure_optimizers()  # of what others hold there are no gradients
     if preset in BY_THE_STEP + BY_THE_MICRO_BATCH:
         batches = batch.split(case.rows * config.num_microbatches)

@@ -25,7 +25,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import final
 
-from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Payload
+from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Lane, Payload
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.plan.passes.copies import copies
@@ -70,6 +70,18 @@ class Program:
     def flow(self, w: int) -> Dataflow:
         """Return what the actions of a worker read, make and free."""
         return Dataflow(self.plan, w)
+
+    def waiting_lanes(self, w: int) -> frozenset[Lane]:
+        """List the lanes of a worker on which something waits for other workers."""
+        flow, steady = self.flow(w), self.step(w, self.steady)
+        come = {(flow(a).makes[0][0], a.j) for a in steady if a.kind is Kind.RECV}
+        return frozenset(
+            a.lane
+            for a in steady
+            if a.lane
+            and not is_for_one_use(a)
+            and any((item[0], a.j) in come for item in flow(a).reads)
+        )
 
     # ------------------------------------------------------------------ what a worker does
 

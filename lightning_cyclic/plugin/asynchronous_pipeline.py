@@ -34,7 +34,7 @@ from lightning_cyclic.plugin.summaries import StepOutcome
 from lightning_cyclic.plugin.surrogate_loss import stand_in
 from lightning_cyclic.plugin.training import epoch_ends
 from lightning_cyclic.plugin.weight_guard import WeightGuard
-from lightning_cyclic.runtime.agreement import gather_texts
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.gradient_store import Gradients
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 from lightning_cyclic.runtime.predict import Predictor
@@ -89,14 +89,18 @@ def _decides(callback: Any, trainer: Trainer, *, validates: bool) -> bool:
     return validates and not callback._should_save_on_train_epoch_end(trainer)
 
 
-def require_same_stop(trainer: Trainer, group: Any) -> None:
+def require_same_stop(trainer: Trainer, assembly: Assembly, what: str) -> None:
     """Refuse that some ranks end training where others go on; all must call it.
+
+    Args:
+        assembly: all ranks.
+        what: they come together for.
 
     Raises:
         ConfigurationError: on every rank, with those that stop.
     """
-    told = gather_texts("stop" if trainer.should_stop else "", group)
-    stops = [r for r, text in enumerate(told) if text]
+    told = assembly.share(trainer.should_stop, what)
+    stops = [r for r, stop in enumerate(told) if stop]
     if stops and len(stops) < len(told):
         others = [r for r in range(len(told)) if r not in stops]
         raise ConfigurationError(
@@ -162,7 +166,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
 
     @override
     def total_norm(self, t: int, order: Sequence[nn.Parameter]) -> Tensor:
-        return self._session.norms.total(t, order)
+        return self._session.updates.norms.total(t, order)
 
     @override
     def overflowed(self, t: int, stages: Sequence[int]) -> Collection[int]:
@@ -173,11 +177,11 @@ class AsynchronousPipelineTraining(PipelineTraining):
         if self._scaling is None:
             return ()
         asked = None if self._options.late_updates else set(stages)  # as all are, or by its own
-        return () if self._session.norms.is_finite(t, asked) else stages
+        return () if self._session.updates.norms.is_finite(t, asked) else stages
 
     @override
     def _was_finite(self, t: int) -> bool | None:
-        return self._session.norms.is_finite(t)
+        return self._session.updates.norms.is_finite(t)
 
     @override
     @contextmanager
@@ -264,13 +268,13 @@ class AsynchronousPipelineTraining(PipelineTraining):
 
     @override
     def end_batch(self) -> None:
-        if self._session.group is not None:
+        if not self._session.assembly.is_alone:
             check_monitors(self._trainer, self._the_plan.preset, validates=False)
 
     @override
     def agree_to_stop(self) -> None:
         session, trainer = self._session, self._trainer
-        if session.group is None or session.failed:
+        if session.assembly.is_alone or session.failed:
             return
         what = "to go on or to stop together"
         if not epoch_ends(trainer):
@@ -278,8 +282,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
                 check_monitors(trainer, session.plan.preset, validates=True)
             if trainer.should_stop:  # others may go on, and never come
                 what = stopping(trainer)
-        with session.naming_peers(what):
-            require_same_stop(trainer, session.group)
+        require_same_stop(trainer, session.assembly, what)
 
     @override
     def flush(self) -> None:

@@ -23,21 +23,48 @@ from lightning_cyclic.compat import rank_zero_warn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.optimizers import values_of
-from lightning_cyclic.runtime.agreement import merged
+from lightning_cyclic.runtime.assembly import Assembly
 
 KEY = "lightning_cyclic"
+TO_WRITE = "to write a checkpoint"
 FORMAT = 2  # of what is under it; a reader refuses others
 
 
-def whole_state(optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any) -> dict[str, Any]:
+def merged(mine: dict[Any, Any], assembly: Assembly) -> dict[Any, Any]:
+    """Return on worker 0 what all workers have, in nested mappings; elsewhere the own."""
+    return together(assembly.collect(mine, TO_WRITE) or [mine])
+
+
+def together(parts: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    """Return nested mappings as one; where several have a value, it is that of the first.
+
+    Example:
+        >>> together([{"t": 3, "previous": {"a": 1}}, {"t": 4, "previous": {"b": 2}}])
+        {'t': 3, 'previous': {'a': 1, 'b': 2}}
+    """
+    whole: dict[Any, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            if isinstance(value, Mapping) and isinstance(whole.get(key, {}), Mapping):
+                whole[key] = together([whole.get(key, {}), value])
+            else:
+                whole.setdefault(key, value)
+    return whole
+
+
+def whole_state(
+    optimizer: Optimizer, owned: Sequence[nn.Parameter], assembly: Assembly
+) -> dict[str, Any]:
     """Return the whole optimizer state on worker 0, this worker's part elsewhere."""
-    mine = owned_state(optimizer, owned, group)
+    mine = owned_state(optimizer, owned, assembly)
     if "state" in mine:
-        mine["state"] = dict(sorted(merged(mine["state"], group).items()))
+        mine["state"] = dict(sorted(merged(mine["state"], assembly).items()))
     return mine
 
 
-def owned_state(optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any) -> dict[str, Any]:
+def owned_state(
+    optimizer: Optimizer, owned: Sequence[nn.Parameter], assembly: Assembly
+) -> dict[str, Any]:
     """Return an optimizer's state of those parameters that this worker owns; all must call it.
 
     Values of groups are, on worker 0, those of a worker that updates: others count no steps.
@@ -48,7 +75,7 @@ def owned_state(optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any)
     ids = {id(p): k for k, p in enumerate(in_order(optimizer))}
     kept = {ids[id(p)] for p in owned}
     mine["state"] = {k: v for k, v in mine["state"].items() if k in kept}
-    told = merged({"values": values_of(optimizer)} if owned else {}, group)
+    told = merged({"values": values_of(optimizer)} if owned else {}, assembly)
     for values, newest in zip(mine["param_groups"], told.get("values", ()), strict=False):
         values.update(newest)
     return mine

@@ -16,13 +16,12 @@ from typing import Any, final
 from zipfile import ZipFile
 
 import torch
-import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_cyclic.compat import ModelCheckpoint, TorchCheckpointIO, Trainer, logger
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.checkpoint import is_local
-from lightning_cyclic.runtime.agreement import gather_texts
+from lightning_cyclic.runtime.assembly import Assembly
 
 _log = logger()
 
@@ -78,19 +77,18 @@ def sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
-def check_file(path: Path, *, reads: bool) -> None:
+def check_file(path: Path, assembly: Assembly, *, reads: bool) -> None:
     """Refuse a file that is not as it was written; all ranks must call it, and do so alike.
 
     Args:
+        assembly: these ranks.
         reads: whether this rank is one that reads all of it.
 
     Raises:
         ConfigurationError: with what was found, on all ranks.
     """
-    problem = _problem_of(path) if reads and path.is_file() else ""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        problem = next(filter(None, gather_texts(problem)), "")
-    if problem:
+    mine = _problem_of(path) if reads and path.is_file() else ""
+    if problem := next(filter(None, assembly.share(mine, "to check a checkpoint")), ""):
         raise ConfigurationError(
             f"the checkpoint {path} {problem}; allowed: files as they were written; copy it anew, "
             "or go on from another checkpoint, fit(ckpt_path=...)"

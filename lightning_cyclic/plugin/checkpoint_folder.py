@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -33,14 +32,14 @@ from typing_extensions import override
 from lightning_cyclic.compat import _METADATA_FILENAME as META
 from lightning_cyclic.compat import CheckpointIO
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.plugin.checkpoint import KEY, in_order, is_local
+from lightning_cyclic.plugin.checkpoint import KEY, TO_WRITE, in_order, is_local, together
 from lightning_cyclic.plugin.checkpoint_file import (
     CheckpointFile,
     part_of,
     sync_folder,
     write_whole,
 )
-from lightning_cyclic.runtime.agreement import together
+from lightning_cyclic.runtime.assembly import Assembly
 
 
 def by_names(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def check_folder(path: Any, checkpoint_io: CheckpointIO, storage_options: Any) -
 
 
 def write_folder(
-    checkpoint: dict[str, Any], path: Path, delayed: Mapping[str, Any] | None, group: Any
+    checkpoint: dict[str, Any], path: Path, delayed: Mapping[str, Any] | None, assembly: Assembly
 ) -> None:
     """Write a folder; all ranks must call it. There is the whole folder, or the one before it.
 
@@ -78,14 +77,15 @@ def write_folder(
         checkpoint: of this rank, with its part of the weights and of the state of optimizers.
         path: of the folder, the same on all ranks.
         delayed: this rank's part of what is delayed, if anything is.
+        assembly: all ranks.
 
     Raises:
         CheckpointException: on every rank, where one cannot write.
     """
-    rank, part = dist.get_rank() if dist.is_initialized() else 0, part_of(path)
+    rank, part = assembly.rank, part_of(path)
     if rank == 0:
         _remove(part)
-    _meet(group)
+    assembly.meet(TO_WRITE)
     optimizers = {f"optimizer_{k}": x for k, x in enumerate(checkpoint.pop("optimizer_states"))}
     parts = {"model": checkpoint.pop("state_dict")} | {
         name: each if rank == 0 else {"state": each.get("state", {})}  # groups are alike
@@ -93,10 +93,11 @@ def write_folder(
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        index = save(parts, storage_writer=FileSystemWriter(part), process_group=group)
+        with assembly.waiting(TO_WRITE):
+            writer = FileSystemWriter(part)
+            index = save(parts, storage_writer=writer, process_group=assembly.group)
     if delayed is not None:
-        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-        write_whole(delayed, part / f"delayed_{rank}_of_{num_ranks}.pt")
+        write_whole(delayed, part / f"delayed_{rank}_of_{assembly.num_ranks}.pt")
     if rank == 0:
         # torch keeps no empty dictionaries, without which no optimizer would be loaded
         keys = index.state_dict_metadata
@@ -106,7 +107,7 @@ def write_folder(
             if not any(key.startswith(f"{name}.state.") for key in keys)
         }
         write_whole(checkpoint, part / META)
-    _meet(group)
+    assembly.meet(TO_WRITE)
     if rank == 0:
         before = part.with_suffix(".before")
         _remove(before)
@@ -116,11 +117,6 @@ def write_folder(
         part.rename(path)
         sync_folder(path.parent)
         _remove(before)
-
-
-def _meet(group: Any) -> None:
-    if dist.is_initialized():
-        dist.barrier(group=group)
 
 
 def _remove(path: Path) -> None:

@@ -115,11 +115,6 @@ class Hooks:
     # ------------------------------------------------------------------ checkpoints
 
     @property
-    def group(self) -> Any:
-        """Return the process group of what is in the host's memory; None for one worker."""
-        return None
-
-    @property
     def with_state(self) -> Sequence[nn.Parameter] | None:
         """Return the parameters that this worker has optimizer state for; None: nobody knows."""
         return None

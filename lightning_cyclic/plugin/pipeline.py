@@ -115,15 +115,14 @@ class PipelineTraining(AbstractTraining):
         fitting = trainer.state.fn == TrainerFn.FITTING
         kept = state_per_param(trainer.optimizers) if fitting else None
         self._finder = CutFinder(options, kept)
-        self._transport, group = join_workers(trainer, options)
+        self._transport = join_workers(trainer, options)
         self._session: StagewiseSession = make_session(
-            trainer, self._options, self._plan, self._finder, self._transport, group,
-            self._configured,
-        )  # fmt: skip
+            trainer, self._options, self._plan, self._finder, self._transport, self._configured
+        )
         self._summaries = Summaries(self._module, self._session, reductions)
         self._summaries.refuses_overflow = self._scaling is None
         self._metrics = SharedMetrics(trainer, self._module, self._session)
-        self._stop = None if group is None else StopBoard(f"cyclic/stop/{group.group_name}")
+        self._stop = None if self._transport is None else StopBoard(self._session.assembly)
         self._writers = self._quieted_writers()
         if fitting and self._stop is not None:
             stop = self._stop
@@ -181,7 +180,7 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def report(self) -> str | None:
-        found, cut = self._finder.report(self._session.cuts), self._session.how_cut()
+        found, cut = self._finder.report(self._session.cuts), self._session.batches.how_cut()
         if found is None and not self._options.is_one_stage:
             return None
         return "\n\n".join(filter(None, (found, cut))) or None
@@ -242,7 +241,7 @@ class PipelineTraining(AbstractTraining):
     ) -> Any:
         session, given = self._session, StepArguments(args, kwargs)
         call, kind, batch = self._caller(step, context, given), given.kind(step), given.batch
-        if session.group is None or (session.cuts is None and not self._needs_stages):
+        if session.assembly.is_alone or (session.cuts is None and not self._needs_stages):
             with lending(self._module):
                 return self._summaries.tell_whole(lambda: call(batch))
         with self._summaries.held():
@@ -289,17 +288,15 @@ class PipelineTraining(AbstractTraining):
     @override
     def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:
         session, trainer = self._session, self._trainer
-        if session.group is None:
-            return
         size = trainer.world_size // self._options.replicas
         first = trainer.global_rank // size * size
-        with session.naming_peers(f"to begin {what}"):
-            require_same_number(
-                f"numbers of {what} batches",
-                [float(n) for n in numbers],
-                session.group,
-                range(first, first + size),
-            )
+        require_same_number(
+            f"numbers of {what} batches",
+            [float(n) for n in numbers],
+            session.assembly,
+            f"to begin {what}",
+            range(first, first + size),
+        )
 
     @override
     def end_epoch(self) -> None:

@@ -141,14 +141,13 @@ def state_per_param(optimizers: Sequence[Optimizer]) -> float:
     return float(any(g["momentum"] for optimizer in optimizers for g in optimizer.param_groups))
 
 
-def join_workers(trainer: Trainer, options: Options) -> tuple[CountingTransport | None, Any]:
-    """Return what messages travel by, and its process group; None and None for one worker."""
+def join_workers(trainer: Trainer, options: Options) -> CountingTransport | None:
+    """Return what messages travel by; None for one worker."""
     if trainer.world_size == 1:
-        return None, None
+        return None
     size, strategy = trainer.world_size // options.replicas, cast("Any", trainer.strategy)
-    device, crew = strategy.root_device, strategy.crew
-    links = link(options.transport, device, crew, lambda w: rank_of(w, size))
-    return links.transport, links.group
+    device, assembly = strategy.root_device, strategy.assembly
+    return link(options.transport, device, assembly, lambda w: rank_of(w, size))
 
 
 def make_session(
@@ -157,7 +156,6 @@ def make_session(
     plan: Plan,
     finder: CutFinder,
     transport: CountingTransport | None,
-    group: Any,
     configured: Callable[[StagewiseConfig], StagewiseConfig],
 ) -> StagewiseSession:
     """Make this worker's session; all workers must call it."""
@@ -170,7 +168,7 @@ def make_session(
     ) -> Plan:
         return options.plan(num_stages, relayed, num_microbatches=num_microbatches, tied=tied)
 
-    device = trainer.strategy.root_device
+    device, assembly = trainer.strategy.root_device, cast("Any", trainer.strategy).assembly
     config = StagewiseConfig(
         make_plan=make_plan,
         find_cuts=finder.find,
@@ -178,7 +176,7 @@ def make_session(
         replicas=options.replicas,
         split_batch=split_hook(trainer.lightning_module, trainer.datamodule),  # type: ignore[attr-defined]
         remat=options.activation_checkpointing,
-        seed=agreed_seed(),
+        seed=agreed_seed(assembly),
         is_one_stage=options.is_one_stage and plan.weights == "sync",
         is_under_autocast=isinstance(trainer.precision_plugin, MixedPrecision),
         expected_stages=plan.num_stages,
@@ -197,7 +195,7 @@ def make_session(
         worker,
         trainer.world_size,
         device,
-        group,
+        assembly,
     )
 
 

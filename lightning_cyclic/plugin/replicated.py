@@ -40,6 +40,7 @@ from lightning_cyclic.plugin.updates import no_update
 from lightning_cyclic.plugin.weight_guard import WeightGuard
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_number
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.stages.places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
@@ -69,14 +70,14 @@ class ReplicatedTraining(AbstractTraining):
         self._guard = WeightGuard(self._of_module, plan.preset, optimizer)
         check_no_exchange(trainer.optimizers[0], plan.preset)
         self._outcomes = None if self._scaling is None else Outcomes()
-        options = self._options
+        options, assembly = self._options, cast("Assembly", cast("Any", trainer.strategy).assembly)
         config = SessionConfig(
             forms=self._forms,
             sums=options.sums(is_scaled=self._scaling is not None),
             make_plan=partial(plan_of_rounds, options),
             stages=options.stages,
-            seed=agreed_seed(),
-            crew=cast("Any", trainer.strategy).crew,
+            seed=agreed_seed(assembly),
+            assembly=assembly,
             route=options.transport,
             relay_buffers=options.relay_buffers,
             paced=self._clip != "global" or plan.weights != "freshest",
@@ -146,7 +147,7 @@ class ReplicatedTraining(AbstractTraining):
 
     @property
     @override
-    def transport(self) -> CountingTransport:
+    def transport(self) -> CountingTransport | None:
         return self._session.transport
 
     @override
@@ -194,9 +195,12 @@ class ReplicatedTraining(AbstractTraining):
         trainer, session = self._trainer, self._session
         if self._agreed_epoch != trainer.current_epoch:
             self._agreed_epoch = trainer.current_epoch
-            with session.naming_peers("to begin an epoch"):
-                number = trainer.accumulate_grad_batches
-                require_same_number("accumulate_grad_batches", number, session.group)
+            require_same_number(
+                "accumulate_grad_batches",
+                trainer.accumulate_grad_batches,
+                session.assembly,
+                "to begin an epoch",
+            )
         rounds = batches_of_step(trainer)
         if rounds != session.rounds:
             self.flush_own()
@@ -337,8 +341,7 @@ class ReplicatedTraining(AbstractTraining):
         session = self._session
         if self._scaling is not None and not session.failed:
             assert self._outcomes is not None
-            with session.naming_peers("to agree on the loss scale"):
-                self._outcomes.settle(self._scaling.known, session.t, session.group)
+            self._outcomes.settle(self._scaling.known, session.t, session.assembly)
             self._scaling.catch_up(session.t)
 
     @override

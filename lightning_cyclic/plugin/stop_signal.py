@@ -19,11 +19,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol, final
 
-import torch
 import torch.distributed as dist
 
 from lightning_cyclic.compat import SIGTERMException, Trainer, logger
 from lightning_cyclic.errors import PeerError
+from lightning_cyclic.runtime.assembly import Assembly
 
 _ASKED_EVERY_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop, since Lightning 2.5.2
 _SIGNAL_HANDLER = "_sigterm_notifier_fn"  # of the signal connector
@@ -55,12 +55,12 @@ class StopBoard:
     everybody's part of a step, and all learn of it with what that step gave.
     """
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, assembly: Assembly) -> None:
+        assert assembly.crew is not None
         self.stop_requested = False
         self.agreed = False
-        self._key = key
         self._told = False
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store, self._key = assembly.crew.store, f"{assembly.crew.key}/stop"
 
     def request_stop(self) -> None:
         self.stop_requested = True
@@ -169,10 +169,9 @@ class StopSignals:
         if not self._has_agreed():
             return
         strategy: Any = self._trainer.strategy
-        received = torch.tensor(self._received, device=strategy.root_device)
-        with strategy.naming("to hear which signals made ranks stop"):
-            dist.all_reduce(received, dist.ReduceOp.MAX)
-        signums: list[int] = received.tolist()
+        what = "to hear which signals made ranks stop"
+        received: list[list[int]] = strategy.assembly.share(self._received, what)
+        signums = list(map(max, *received, [0, 0, 0]))
         if not any(signums):  # nobody was asked, but could be any more: no end to exit with 0 for
             raise PeerError(
                 f"training ends behind step {self._trainer.global_step}: the store in which ranks "

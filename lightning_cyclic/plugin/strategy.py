@@ -9,7 +9,7 @@ Checkpoints are in strategy_checkpoints.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
@@ -37,9 +37,9 @@ from lightning_cyclic.plugin.options import (
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.strategy_setup import Setup
 from lightning_cyclic.plugin.training import AbstractTraining
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.meta import MetaWeights
-from lightning_cyclic.runtime.transport.crew import Crew, naming_peers
 
 _START = "before training began"
 
@@ -100,7 +100,7 @@ class PlannedStrategy(Setup):
         self._training: Hooks = Hooks()  # Lightning itself answers
         self._fitted: AbstractTraining | None = None
         self._reductions = HeldReductions()
-        self.crew: Crew | None = None  # from the start of the process group on
+        self.assembly = Assembly()  # until the process group is made
         self._saved: Mapping[str, Any] | None = None
         self._folder: CheckpointFolder | None = None  # from which a run goes on
         self._unmade: MetaWeights | None = None  # until setup
@@ -317,26 +317,23 @@ class PlannedStrategy(Setup):
     @override
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
         self._reductions.check_meeting("all_gather")
-        with self.naming("to gather"):
+        with self.assembly.waiting("to gather"):
             return super().all_gather(*args, **kwargs)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._reductions.check_meeting("barrier")
-        with self.naming("to meet"):
+        with self.assembly.waiting("to meet"):
             super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._reductions.check_meeting("broadcast")
-        with self.naming("to learn what one of them has"):
+        with self.assembly.waiting("to learn what one of them has"):
             return super().broadcast(obj, src)
 
-    def naming(self, what: str) -> AbstractContextManager[None]:
-        """Name the ranks that do not come while the body waits for all of them."""
-        return nullcontext() if self.crew is None else naming_peers(self.crew, self._when, what)
-
     @property
+    @override
     def _when(self) -> str:
         training = self._get_training()
         return _START if training is None else training.when
@@ -348,13 +345,8 @@ class PlannedStrategy(Setup):
             training.fail(error)
             assert self.lightning_module is not None
             self._undo.enter_context(none_on_exception(self.lightning_module.trainer))
-        elif self.crew is not None:
-            self.crew.tell(words_of(error, self.crew.names, _START))
-
-    def _part(self) -> None:
-        if self.crew is not None:
-            self.crew.close()
-        self.crew = None
+        elif (crew := self.assembly.crew) is not None:
+            crew.tell(words_of(error, crew.names, _START))
 
     # ------------------------------------------------------------------ between steps
 
@@ -368,7 +360,7 @@ class PlannedStrategy(Setup):
     def teardown(self) -> None:
         """Take everything off the module again."""
         self._training.close()
-        self._part()
+        self.assembly.close()
         self._undo.close()
         module = self.lightning_module
         if module is not None and self._chosen.memory_limit_bytes is None:

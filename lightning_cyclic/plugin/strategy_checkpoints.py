@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,10 @@ from lightning_cyclic.plugin.hooks import Hooks
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.training import AbstractTraining, agreed_seed
 from lightning_cyclic.runtime.absent import num_bytes_of
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.meta import MetaWeights, is_unmade
 
 _READ_BY_TORCH = (CheckpointFile, TorchCheckpointIO)
-TO_WRITE = "to write a checkpoint"
 
 
 class Checkpoints(DDPStrategy):
@@ -47,21 +46,19 @@ class Checkpoints(DDPStrategy):
     _unmade: MetaWeights | None
     _saved: Mapping[str, Any] | None
     _folder: CheckpointFolder | None
-
-    def naming(self, what: str) -> AbstractContextManager[None]:
-        raise NotImplementedError
+    assembly: Assembly
 
     def flush(self) -> None:
         raise NotImplementedError
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self.naming(TO_WRITE):
+        with self.assembly.waiting(ckpt.TO_WRITE):
             return self._training.lightning_module_state_dict(super().lightning_module_state_dict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        with self.naming(TO_WRITE):
+        with self.assembly.waiting(ckpt.TO_WRITE):
             knows = self._fitted or self._training
             return knows.optimizer_state(super().optimizer_state, optimizer)
 
@@ -70,7 +67,7 @@ class Checkpoints(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint with one more key for what is delayed: a file, or a folder."""
-        with self.naming(TO_WRITE):
+        with self.assembly.waiting(ckpt.TO_WRITE):
             state = (self._fitted or self._training).delayed_state()
         if self._chosen.save_distributed_checkpoint:
             self._save_folder(checkpoint, state, filepath, storage_options)
@@ -90,8 +87,7 @@ class Checkpoints(DDPStrategy):
         named = partial(by_names, module=self.lightning_module)
         states = checkpoint.get("optimizer_states", [])
         checkpoint["optimizer_states"] = list(map(named, states, self.optimizers))
-        with self.naming(TO_WRITE):
-            write_folder(checkpoint, Path(self.broadcast(path)), state, training.group)
+        write_folder(checkpoint, Path(self.broadcast(path)), state, self.assembly)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,8 +101,8 @@ class Checkpoints(DDPStrategy):
         if self._folder is not None:
             path = Path(path) / META
         if is_ours and ckpt.is_local(path):
-            with self.naming("to check a checkpoint"):  # a rank of each host does, for the others
-                check_file(Path(path), reads=self.local_rank == 0)
+            # a rank of each host does, for the others
+            check_file(Path(path), self.assembly, reads=self.local_rank == 0)
         loaded = super().load_checkpoint(path, *args, **kwargs)
         if self._folder is not None:
             module = self.lightning_module  # of which no rank reads more than the stages it makes
@@ -123,7 +119,7 @@ class Checkpoints(DDPStrategy):
         """Find layers on the meta device, to which a checkpoint may give values before setup."""
         module, is_plain = self.lightning_module, not isinstance(self._training, AbstractTraining)
         if is_plain and self._unmade is None and module is not None and is_unmade(module):
-            self._unmade = MetaWeights(module, self.root_device, agreed_seed())
+            self._unmade = MetaWeights(module, self.root_device, agreed_seed(self.assembly))
 
     @property
     def _exceeds_memory(self) -> bool:

@@ -43,8 +43,9 @@ from lightning_cyclic.plugin.reductions import HeldReductions, refusing_collecti
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
 from lightning_cyclic.plugin.strategy_checkpoints import Checkpoints
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
-from lightning_cyclic.plugin.training import AbstractTraining, start_alike
-from lightning_cyclic.runtime.agreement import gather_texts, require_same_lines
+from lightning_cyclic.plugin.training import TO_START, AbstractTraining, start_alike
+from lightning_cyclic.runtime.agreement import require_same_lines
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.launchers import apart_from_earlier_attempts, end_with_agent, shelter
 from lightning_cyclic.runtime.plain_copies import plain_copies
 from lightning_cyclic.runtime.transport.choice import naming_shared_gpus, refuse_shared_gpus
@@ -58,7 +59,6 @@ class Setup(Checkpoints):
     _reductions: HeldReductions
     _undo: ExitStack
     _workers_per_host: int
-    crew: Crew | None
 
     @property
     def preset(self) -> str:
@@ -67,7 +67,8 @@ class Setup(Checkpoints):
     def _fail(self, error: BaseException) -> None:
         raise NotImplementedError
 
-    def _part(self) -> None:
+    @property
+    def _when(self) -> str:
         raise NotImplementedError
 
     @override
@@ -92,7 +93,7 @@ class Setup(Checkpoints):
         """
         self._plan = self._training.plan or self._plan
         self._training, self._unmade = Hooks(), None
-        self._part()
+        self.assembly.close()
         super().setup_environment()
         assert self.lightning_module is not None
         check_trainer(self.lightning_module.trainer)
@@ -114,8 +115,9 @@ class Setup(Checkpoints):
             apart_from_earlier_attempts(),
         ):
             super().setup_distributed()
-            self.crew = Crew(limit_s)
-        self._workers_per_host = workers_per_host(self.crew.names.hosts)
+            crew = Crew(limit_s)
+            self.assembly = Assembly(crew, lambda: self._when)
+        self._workers_per_host = workers_per_host(crew.names.hosts)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -136,15 +138,15 @@ class Setup(Checkpoints):
             return
         self._plan = options.plan(options.expected_stages(self.lightning_module))
         check_plan(self._plan)
-        if self.crew is not None and self._plan.group_size > 1:
-            check_hosts_of_groups(self._plan, self.crew.names.hosts)
+        if (crew := self.assembly.crew) is not None and self._plan.group_size > 1:
+            check_hosts_of_groups(self._plan, crew.names.hosts)
             rank_zero_info(
                 f"lightning_cyclic trains in {self._plan.num_groups} groups of "
                 f"{self._plan.group_size} workers, those of a host, side by side"
             )
         if kind is not None:
-            with self.naming("to set training up"):
-                super().barrier()  # who fails before it is noticed here, and not in new groups
+            with self.assembly.waiting(what := "to set training up"):
+                self.assembly.meet(what)  # who fails before is noticed here, not in new groups
                 self._undo.enter_context(plain_copies(trainer.lightning_module))
                 if self.world_size > 1:
                     self._undo.enter_context(refusing_collectives(self._reductions))
@@ -194,13 +196,12 @@ class Setup(Checkpoints):
     def _start_alike(self) -> None:
         assert self.lightning_module is not None
         if self.world_size > 1:
-            with self.naming("to start alike"):
-                require_same_lines(
-                    f"the arguments of {type(self).__name__}",
-                    gather_texts(self._options.lines),
-                    "the same on every rank; start all ranks with one configuration",
-                )
-                start_alike(self.lightning_module)
+            require_same_lines(
+                f"the arguments of {type(self).__name__}",
+                self.assembly.share(self._options.lines, TO_START),
+                "the same on every rank; start all ranks with one configuration",
+            )
+            start_alike(self.lightning_module, self.assembly)
 
     def check_compressed_states(self, options: Options | None = None) -> None:
         """Refuse to train with SparseStatePrecision where gradients or weights must be dense."""

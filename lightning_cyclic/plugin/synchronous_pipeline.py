@@ -126,7 +126,8 @@ class SynchronousPipelineTraining(PipelineTraining):
                 if has_begun and self._plan.weights != "sync":
                     raise closure_called(self._trainer.optimizers[0], self._plan.preset)
                 output = closure()
-                session.begin_update()  # behind it the next version may be made in place
+                if session.cuts is not None:
+                    session.updates.begin()  # the next version may be made in place behind it
                 updated = update.enter_context(self._updates.making(session.t, self._owned))
                 has_begun = bool(updated)
                 return output
@@ -157,8 +158,8 @@ class SynchronousPipelineTraining(PipelineTraining):
         session = self._session
         if not session.owns:  # a replica whose gradients have gone to another
             return torch.zeros(())
-        session.tell_norms(overflowed=self._has_overflowed)
-        return session.norms.total(session.t, order)
+        session.updates.tell_norms(session.t, overflowed=self._has_overflowed)
+        return session.updates.norms.total(session.t, order)
 
     @override
     def overflowed(self, t: int, stages: Sequence[int]) -> Collection[int]:
@@ -170,11 +171,14 @@ class SynchronousPipelineTraining(PipelineTraining):
     def skipped(self, t: int, stages: Sequence[int], own: Collection[int]) -> Collection[int]:
         if self._scaling is None or not self._has_loss:
             return ()
-        return () if self._session.all_finite(overflowed=bool(own)) else stages
+        session = self._session
+        alone = session.num_workers == 1
+        is_finite = session.updates.all_finite(session.t, overflowed=bool(own), alone=alone)
+        return () if is_finite else stages
 
     @override
     def _was_finite(self, t: int) -> bool | None:
-        return self._session.was_finite
+        return self._session.updates.was_finite
 
 
 def _checked_by_lightning(call: Callable[[Any], Any], batch: Any) -> Any:

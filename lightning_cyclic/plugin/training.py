@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,13 +39,8 @@ from lightning_cyclic.plugin.stop_signal import Asked, StopSignals
 from lightning_cyclic.plugin.updates import Updates
 from lightning_cyclic.plugin.weight_guard import FreezingWatch
 from lightning_cyclic.runtime.absent import is_absent
-from lightning_cyclic.runtime.agreement import (
-    device_for,
-    gather_texts,
-    merged,
-    require_same_module,
-    require_same_number,
-)
+from lightning_cyclic.runtime.agreement import require_same_module, require_same_number
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.failure_words import lack_of_memory, relief
 from lightning_cyclic.runtime.flight_recorder import FOLDER, write_down
 from lightning_cyclic.runtime.loss_scaling import LossScaling
@@ -53,6 +48,8 @@ from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.places import paste
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.whole_step.session import Session
+
+TO_START = "to start alike"
 
 
 class AbstractTraining(Hooks, ABC):
@@ -168,7 +165,7 @@ class AbstractTraining(Hooks, ABC):
         precision = trainer.precision_plugin
         if not isinstance(precision, SparseStatePrecision):
             return ALL
-        return precision.forms(gather_texts, lambda _, mine: merged(mine, self._session.group))
+        return precision.forms(cast("Any", trainer.strategy).assembly)
 
     def _stop_as(self, asked: Asked, has_agreed: Callable[[], bool]) -> None:
         self._signals = StopSignals(self._trainer, asked, has_agreed)
@@ -259,12 +256,12 @@ class AbstractTraining(Hooks, ABC):
         """
         if self._signals is not None:
             self._signals.hear_interrupts()
-        trainer, session = self._trainer, self._session
-        if session.group is not None:
-            with session.naming_peers("to begin an epoch"):
-                require_same_number(
-                    "numbers of training batches", trainer.num_training_batches, session.group
-                )
+        require_same_number(
+            "numbers of training batches",
+            self._trainer.num_training_batches,
+            self._session.assembly,
+            "to begin an epoch",
+        )
 
     def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None: ...
 
@@ -286,8 +283,7 @@ class AbstractTraining(Hooks, ABC):
         if lack:
             todo = relief(self.plan or self._plan, self._options.activation_checkpointing)
             error.add_note(f"{self._name} ran {lack} {self.when}. {todo}")
-        flight, plan = self._session.flight, self.plan or self._plan
-        rows = flight.take() if flight is not None else []
+        rows, plan = self._session.flight.take(), self.plan or self._plan
         self._session.fail(error, todo)
         rank, worker = f"{self._name} ended {self.when}", self._worker
         write_down(self._failure_path, error, rank, worker, plan, rows)
@@ -355,16 +351,12 @@ class AbstractTraining(Hooks, ABC):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [p for p in self._session.with_state if id(p) in held]
         if self._writes_parts:
-            return ckpt.owned_state(optimizer, mine, self._session.group)
-        return ckpt.whole_state(optimizer, mine, self._session.group)
+            return ckpt.owned_state(optimizer, mine, self._session.assembly)
+        return ckpt.whole_state(optimizer, mine, self._session.assembly)
 
     @property
     def with_state(self) -> Sequence[nn.Parameter] | None:
         return self._session.with_state if self._has_stages else None
-
-    @property
-    def group(self) -> Any:
-        return self._session.group
 
     def delayed_state(self) -> dict[str, Any] | None:
         """Return what else a checkpoint needs, if anything, to go on with the same bits.
@@ -374,7 +366,7 @@ class AbstractTraining(Hooks, ABC):
         state = self._part_of_delayed_state()
         if state is None or self._writes_parts:
             return state
-        return merged(state, self._session.group)
+        return ckpt.merged(state, self._session.assembly)
 
     def _part_of_delayed_state(self) -> dict[str, Any] | None:
         session = self._session
@@ -464,23 +456,20 @@ class AbstractTraining(Hooks, ABC):
             self._loaders.close()
 
 
-def start_alike(module: nn.Module) -> None:
+def start_alike(module: nn.Module, assembly: Assembly) -> None:
     """Give all workers worker 0's weights; all must call it.
 
     Raises:
         ConfigurationError: on every worker, where modules differ in more than values.
     """
-    require_same_module(module)
-    with torch.no_grad():
-        for x in (*module.parameters(), *module.buffers()):
-            if not is_absent(x):  # of which each makes what it needs, alike
-                torch.distributed.broadcast(x, 0)
+    require_same_module(module, assembly, TO_START)
+    # of what is absent each makes what it needs, alike
+    tensors = (x for x in (*module.parameters(), *module.buffers()) if not is_absent(x))
+    assembly.copy_first(tensors, TO_START)
 
 
-def agreed_seed() -> int:
-    seed = torch.tensor([torch.initial_seed() % 2**63], device=device_for())
-    torch.distributed.broadcast(seed, 0)
-    return int(seed)
+def agreed_seed(assembly: Assembly) -> int:
+    return assembly.ask_first(lambda: torch.initial_seed() % 2**63, TO_START)
 
 
 def epoch_ends(trainer: Trainer) -> bool:

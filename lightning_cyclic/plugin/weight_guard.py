@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from lightning_cyclic.compat import Trainer
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.runtime.agreement import gather_texts
 from lightning_cyclic.runtime.weight_forms import WeightForms
 from lightning_cyclic.runtime.weight_watch import WeightWatch
 
@@ -164,12 +163,9 @@ class FreezingWatch:
         """
         before, self._trained = self._trained, self._note()
         changed = [n for n in before | self._trained if (n in before) != (n in self._trained)]
-        if session.group is None:
-            return
-        what = f", as it did with {changed[0]!r}" if changed else ""
-        with session.naming_peers(f"to freeze or unfreeze parameters{what}"):
-            texts = gather_texts("\n".join(self._trained), session.group)
-        _require_same([set(text.splitlines()) for text in texts])
+        how = f", as it did with {changed[0]!r}" if changed else ""
+        what = f"to freeze or unfreeze parameters{how}"
+        _require_same(list(map(set, session.assembly.share(list(self._trained), what))))
 
     def _look(self) -> tuple[list[bool], list[int]]:
         optimizer = self._trainer.optimizers[0]

@@ -1,73 +1,44 @@
-"""Agreement: what all workers must see alike before they train, compared once at the start.
-
-Only tensors travel (UTF-8 bytes), never pickled objects, and where the process group takes them:
-gloo in the host's memory, NCCL on the GPU.
-"""
+"""Agreement: what all ranks must see alike, compared; the first difference is told on all."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-import io
-from collections.abc import Iterable, Mapping, Sequence
-from numbers import Number
+from collections.abc import Iterable, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 from lightning_cyclic.errors import ConfigurationError, StepError
+from lightning_cyclic.runtime.assembly import Assembly
 
-_DIGEST = 16  # characters
+_DIGEST_BYTES = 8
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_cyclic.", "builtins")
 
 
-def device_for(group: Any = None) -> torch.device:
-    """Return where a process group takes tensors: in the host's memory, if it may be chosen.
+def require_same_module(module: nn.Module, assembly: Assembly, what: str) -> None:
+    """Refuse ranks whose modules differ.
 
     Args:
-        group: of which this worker is a member. [the default group]
-    """
-    if "cpu:" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def gather_texts(text: str, group: Any = None) -> list[str]:
-    """Return every worker's text, in the order of ranks; all must call it."""
-    device = device_for(group)
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    size = torch.tensor([data.numel()], device=device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size, group=group)
-    longest = max(int(n) for n in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: data.numel()] = data
-    parts = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
-    return [bytes(part[: int(n)].tolist()).decode() for part, n in zip(parts, sizes, strict=True)]
-
-
-def require_same_module(module: nn.Module) -> None:
-    """Refuse ranks whose modules differ.
+        assembly: all ranks.
+        what: they come together for, as are those below.
 
     Raises:
         ConfigurationError: on every worker, with the first tensor that differs, or method.
     """
     lines = [_tensor_line(name, x) for name, x in _tensors(module)]
     code = code_of(module)
-    digests = gather_texts(_digest("\n".join(lines)) + _digest("\n".join(code)))
-    if len(set(digests)) == 1:
+    digests = assembly.share([_digest("\n".join(lines)), _digest("\n".join(code))], what)
+    if all(x == digests[0] for x in digests):
         return
-    if len({x[:_DIGEST] for x in digests}) == 1:
-        _refuse_other_code([text.splitlines() for text in gather_texts("\n".join(code))])
+    if all(held == digests[0][0] for held, _ in digests):
+        _refuse_other_code(assembly.share(code, what))
         return
-    everyone = [text.splitlines() for text in gather_texts("\n".join(lines))]
+    difference = _first_difference(assembly.share(lines, what))
     raise ConfigurationError(
-        f"ranks hold different modules: {_first_difference(everyone)}; allowed: the same "
+        f"ranks hold different modules: {difference}; allowed: the same "
         "module, with the same shapes, dtypes and frozen parameters, on every worker; build it "
         "from the same arguments everywhere"
     )
@@ -111,7 +82,7 @@ def _text_of(code: CodeType) -> str:
 
 
 def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=_DIGEST // 2).hexdigest()
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def _refuse_other_code(everyone: list[list[str]]) -> None:
@@ -131,27 +102,26 @@ def _refuse_other_code(everyone: list[list[str]]) -> None:
 
 
 def require_same_number(
-    what: str, number: object, group: Any = None, among: Sequence[int] | None = None
+    name: str, number: object, assembly: Assembly, what: str, among: Sequence[int] | None = None
 ) -> None:
     """Refuse ranks that hold different values of a number, or of several; all must call it.
 
     Args:
-        what: the number is.
+        name: of the number.
         number: of this rank.
-        group: process group of all workers. [the default group]
         among: ranks that are compared. [all]
 
     Raises:
         ConfigurationError: on every one of these, with every value.
     """
-    values = gather_texts(repr(number), group)
+    values = assembly.share(repr(number), what)
     if among is not None:
         values = [values[rank] for rank in among]
     if len(set(values)) > 1:
         pairs = zip(among or range(len(values)), values, strict=True)
         each = ", ".join(f"rank {rank}: {value}" for rank, value in pairs)
         raise ConfigurationError(
-            f"ranks have different {what} ({each}); allowed: the same everywhere; "
+            f"ranks have different {name} ({each}); allowed: the same everywhere; "
             "use Trainer(use_distributed_sampler=True), or limit_train_batches"
         )
 
@@ -162,6 +132,7 @@ def describe_batch(batch: Any) -> str:
     Sizes may differ: sentences are padded batch by batch, last batches are smaller.
 
     Example:
+        >>> import torch
         >>> describe_batch((torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)))
         'tuple of 2: float32 with 2 dims, int64 with 1 dim'
     """
@@ -183,79 +154,6 @@ def require_same_lines(what: str, texts: list[str], allowed: str) -> None:
     if len(set(texts)) > 1:
         difference = _first_difference([text.splitlines() for text in texts])
         raise StepError(f"ranks differ in {what}: {difference}; allowed: {allowed}")
-
-
-def merged(mine: Mapping[Any, Any], group: Any) -> dict[Any, Any]:
-    """Return on worker 0 what all workers have, in nested mappings; elsewhere the own."""
-    return together(gathered(mine, group) or [mine])
-
-
-def gathered(mine: Mapping[Any, Any], group: Any) -> list[Mapping[Any, Any]] | None:
-    """Return on worker 0 what all workers have; None elsewhere.
-
-    Args:
-        mine: what this worker has.
-        group: process group of all workers for what is in the host's memory; None for one worker.
-    """
-    if group is None:
-        return [mine]
-    if dist.get_rank() != 0:
-        packed = _packed(mine)
-        for x in (torch.tensor([packed.numel()]), packed):
-            dist.send(x, 0, group=group)
-        return None
-    parts = [mine]
-    for rank in range(1, dist.get_world_size()):
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, rank, group=group)
-        packed = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(packed, rank, group=group)
-        parts.append(torch.load(io.BytesIO(packed.numpy().data), weights_only=True))
-    return parts
-
-
-def together(parts: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-    """Return nested mappings as one; where several have a value, it is that of the first.
-
-    Example:
-        >>> together([{"t": 3, "previous": {"a": 1}}, {"t": 4, "previous": {"b": 2}}])
-        {'t': 3, 'previous': {'a': 1, 'b': 2}}
-    """
-    whole: dict[Any, Any] = {}
-    for part in parts:
-        for key, value in part.items():
-            if isinstance(value, Mapping) and isinstance(whole.get(key, {}), Mapping):
-                whole[key] = together([whole.get(key, {}), value])
-            else:
-                whole.setdefault(key, value)
-    return whole
-
-
-def _plain(x: Any) -> Any:
-    if type(x) is Tensor and x.layout is torch.strided:
-        return x.detach().cpu().clone()  # a file has all of the storage in which a tensor lies
-    if isinstance(x, Tensor):
-        return x.cpu()
-    return x.item() if isinstance(x, Number) and hasattr(x, "item") else x  # numpy's, as Python's
-
-
-def _packed(mine: Mapping[Any, Any]) -> Tensor:
-    """Return values as bytes of a file, from which nothing but such values can be read.
-
-    Raises:
-        ConfigurationError: for a kind of values that no checkpoint could be read with.
-    """
-    file = io.BytesIO()
-    torch.save(tree_map(_plain, dict(mine)), file)
-    file.seek(0)  # worker 0 could not read them, and others would wait for it
-    if kinds := torch.serialization.get_unsafe_globals_in_checkpoint(file):
-        raise ConfigurationError(
-            f"rank {dist.get_rank()} has values of {', '.join(sorted(kinds))} in what a "
-            "checkpoint keeps; allowed: tensors, numbers, strings, and dictionaries, lists and "
-            "tuples of them; keep others out of the optimizer's state, or name their class to "
-            "torch.serialization.add_safe_globals on every rank"
-        )
-    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
 def _leaf(leaf: Any) -> str:

@@ -16,16 +16,15 @@ update; under other rules each stage skips its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.agreement import device_for
+from lightning_cyclic.runtime.assembly import Assembly
 
 State = tuple[float, int]  # scale, updates since it was last changed
 
@@ -92,22 +91,17 @@ class Outcomes:
             )
         return all(known.values())
 
-    def settle(self, begin: int, end: int, group: Any) -> None:
+    def settle(self, begin: int, end: int, assembly: Assembly) -> None:
         """Let every worker know of the steps from begin up to end; all must call it.
 
         Args:
             begin: first step.
             end: the one behind the last.
-            group: of all workers; None for one alone.
+            assembly: all ranks.
         """
-        overflows = torch.tensor(
-            [not all(self._known.get(t, {}).values()) for t in range(begin, end)],
-            dtype=torch.uint8,
-        )
-        if group is not None and begin < end:
-            overflows = overflows.to(device_for(group))
-            dist.all_reduce(overflows, dist.ReduceOp.MAX, group=group)
-        self._settled = {t: not x for t, x in enumerate(overflows.tolist(), start=begin)}
+        mine = [all(self._known.get(t, {}).values()) for t in range(begin, end)]
+        everyone = assembly.share(mine, "to agree on the loss scale")
+        self._settled = dict(enumerate(map(all, zip(*everyone, strict=True)), start=begin))
         self._known.clear()
 
     def forget(self, before: int) -> None:

@@ -179,6 +179,7 @@ class Worker:
     """Carry out actions.
 
     Args:
+        flight: notes what is done, should the run fail.
         lanes: those whose actions wait for other workers, and so run in threads of their own.
         limit_s: returns that of waits of a lane for what the main thread does, in seconds.
     """
@@ -190,6 +191,7 @@ class Worker:
         compute: AbstractCompute,
         stores: AbstractStores,
         host: AbstractHost,
+        flight: FlightRecorder,
         lanes: Iterable[Lane] = (),
         limit_s: Callable[[], float] = lambda: 60.0,
     ) -> None:
@@ -203,7 +205,6 @@ class Worker:
         self._limit_s = limit_s
         # what lanes will have made: item -> lane, and which of its actions makes it
         self._promised: dict[Item, tuple[_LaneThread, int]] = {}
-        self.flight = flight = FlightRecorder()  # what was done last, should the run fail
         do: dict[Kind, Callable[[Action], None]] = {
             Kind.F: compute.forward,
             Kind.B: compute.backward,

@@ -21,11 +21,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -109,14 +107,14 @@ class GlooModel(AbstractTransport):
         channels = tuple(rules.channels)
         control = NamedTransport({c.lane for c in channels}, Crew(timeout_s), rank_of)
         super().__init__(control.worker, control.num_workers, control.crew)
-        self.crew.hang_up = self.hang_up
         self._warm = {c for c in channels if self.worker in (c.source, c.target)}
         self._depths, self._control, self._rank_of = rules.depths, control, rank_of
         self._posting = threading.Lock()
         self._under_way: list[Operation] = []
         self.mismatches: list[str] = []
         # an operation may be posted long before it can run: waits have limits of their own
-        self._line = Line(dist.new_group(timeout=timedelta(days=1), backend="gloo"))
+        self._line = Line(86400.0)
+        self.crew.hang_ups.append(self._line.hang_up)
         self._queues: dict[Channel, queue.SimpleQueue[Operation | None]] = {}
         for tag, channel in enumerate(channels):
             if channel in self._warm and not channel.is_control:
@@ -140,11 +138,6 @@ class GlooModel(AbstractTransport):
         if ring.channel.is_control:
             return self._control.irecv(ring, data, part)
         return self._post(Operation("recv", ring, data, None), part)
-
-    @override
-    def hang_up(self) -> None:
-        self._control.hang_up()
-        self._line.hang_up()
 
     def pending(self) -> int:
         """Count the operations of this worker that have not run."""

@@ -83,7 +83,7 @@ def meet_in_vain(k: int, folder: Path) -> tuple[str, float]:
     trainer = make_trainer(strategy, max_epochs=1)
 
     def on_train_epoch_end() -> None:
-        with trainer.strategy.naming("to dine"):
+        with trainer.strategy.assembly.waiting("to dine"):
             come = dist.distributed_c10d._get_default_store().add("come", 1)
             if come == here().num_ranks:
                 (folder / "reached").touch()

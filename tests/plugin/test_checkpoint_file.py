@@ -20,6 +20,8 @@ from lightning.pytorch.plugins.io import async_plugin
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.checkpoint_file import check_file, part_of, write_whole
+from lightning_cyclic.runtime.assembly import Assembly
+from lightning_cyclic.runtime.transport.crew import Crew
 from tests.harness import processes
 from tests.harness.interrupted import contents, difference
 from tests.harness.rows import more
@@ -45,7 +47,7 @@ def test_no_damaged_file_is_read_as_another_one(write: Any, tmp_path: Path) -> N
     path, choice, num_refused = tmp_path / "run" / "a.ckpt", random.Random(1), 0
     path.parent.mkdir()
     write(checkpoint(), path)
-    check_file(path, reads=True)
+    check_file(path, Assembly(), reads=True)
     for mmap in (False, True):
         assert_is(path, 0, mmap=mmap)
     assert [x.name for x in path.parent.iterdir()] == ["a.ckpt"]
@@ -56,7 +58,7 @@ def test_no_damaged_file_is_read_as_another_one(write: Any, tmp_path: Path) -> N
         damaged[place] ^= 1 << choice.randrange(8)
         path.write_bytes(damaged)
         try:
-            check_file(path, reads=True)
+            check_file(path, Assembly(), reads=True)
         except ConfigurationError:
             num_refused += 1
             continue
@@ -66,7 +68,7 @@ def test_no_damaged_file_is_read_as_another_one(write: Any, tmp_path: Path) -> N
     for end in choice.sample(range(len(whole)), 60):
         path.write_bytes(whole[:end])
         with pytest.raises(ConfigurationError, match=f"has {end} bytes and is no whole archive"):
-            check_file(path, reads=True)
+            check_file(path, Assembly(), reads=True)
 
 
 def write_for_ever(path: Path) -> None:
@@ -87,7 +89,7 @@ def test_whoever_is_killed_while_writing_leaves_a_whole_file(tmp_path: Path) -> 
         time.sleep(choice.uniform(0, 0.02))
         child.kill()
         child.join()
-        check_file(path, reads=True)
+        check_file(path, Assembly(), reads=True)
         seed = torch.load(path, weights_only=True)["global_step"]
         assert_is(path, seed, 200)
         seen.add(seed)
@@ -201,7 +203,7 @@ def test_all_ranks_refuse_a_damaged_file(tmp_path: Path) -> None:
 def check_alone(path: Path, reader: int) -> str:
     dist.init_process_group("gloo", rank=processes.here().rank, world_size=2)
     try:
-        check_file(path, reads=processes.here().rank == reader)
+        check_file(path, Assembly(Crew(20.0)), reads=processes.here().rank == reader)
     except ConfigurationError as error:
         return str(error)
     return ""

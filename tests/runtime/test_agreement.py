@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,12 +13,12 @@ from torch import nn
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.runtime.agreement import (
     describe_batch,
-    gather_texts,
-    gathered,
     require_same_lines,
     require_same_module,
     require_same_number,
 )
+from lightning_cyclic.runtime.assembly import Assembly
+from lightning_cyclic.runtime.transport.crew import Crew
 from tests.harness import processes
 
 
@@ -93,36 +92,40 @@ def with_another_method(rank: int) -> type[nn.Module]:
     return One
 
 
-def agree() -> tuple[list[str], list[str]]:
+def agree() -> list[str]:
     rank, world_size = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    texts = gather_texts("ä" * rank)
-    require_same_module(nn.Linear(2, 2))
-    require_same_number("things", 3)
+    assembly, what = Assembly(Crew(20.0)), "to begin"
+
+    def same(module: nn.Module) -> None:
+        require_same_module(module, assembly, what)
+
+    same(nn.Linear(2, 2))
+    require_same_number("things", 3, assembly, what)
     said = []
     for differ in (
-        lambda: require_same_module(nn.Linear(2, 2 + rank // 2)),
-        lambda: require_same_module(nn.Linear(2, 2, bias=rank != 1)),
-        lambda: require_same_module(nn.Linear(2, 2).to(torch.float64 if rank else None)),
-        lambda: require_same_number("things", rank, dist.new_group()),
-        lambda: require_same_module(nn.Sequential(nn.Tanh() if rank == 2 else nn.ReLU())),
-        lambda: require_same_module(one_of_two(rank == 1)()),
-        lambda: require_same_module(nn.Tanh() if rank == 2 else nn.ReLU()),
-        lambda: require_same_module(decorated(3 + rank)()),
-        lambda: require_same_module(with_another_method(rank)()),
+        lambda: same(nn.Linear(2, 2 + rank // 2)),
+        lambda: same(nn.Linear(2, 2, bias=rank != 1)),
+        lambda: same(nn.Linear(2, 2).to(torch.float64 if rank else None)),
+        lambda: require_same_number("things", rank, assembly, what),
+        lambda: same(nn.Sequential(nn.Tanh() if rank == 2 else nn.ReLU())),
+        lambda: same(one_of_two(rank == 1)()),
+        lambda: same(nn.Tanh() if rank == 2 else nn.ReLU()),
+        lambda: same(decorated(3 + rank)()),
+        lambda: same(with_another_method(rank)()),
     ):
         with pytest.raises(ConfigurationError) as caught:
             differ()
         said.append(str(caught.value))
-    return texts, said
+    dist.barrier()  # rank 0 has the store
+    return said
 
 
 @pytest.mark.multi
 def test_workers_tell_each_other_where_they_differ() -> None:
     everyone = processes.run(agree, 3)
     assert everyone[0] == everyone[1] == everyone[2]
-    texts, (shape, presence, dtype, number, kind, code, root, *more) = everyone[0]
-    assert texts == ["", "ä", "ää"]
+    shape, presence, dtype, number, kind, code, root, *more = everyone[0]
     assert "rank 0 has 'weight (2, 2) float32 trained'" in shape
     assert "rank 2 has 'weight (3, 2) float32 trained'" in shape
     assert "rank 0 has 'bias (2,) float32 trained', rank 1 has 'nothing'" in presence
@@ -134,75 +137,3 @@ def test_workers_tell_each_other_where_they_differ() -> None:
     inner, added = more
     assert "code: decorated.<locals>.One.scale differs between ranks 0 and 1; allowed" in inner
     assert "with_another_method.<locals>.One.on_fit_start differs between ranks 0 and 1" in added
-
-
-class Kept(torch.Tensor):
-    """Is of a kind that only torch.save knows, as 8-bit optimizer state is."""
-
-
-class Unknown(torch.Tensor):
-    """Is of a kind that no checkpoint can be read with."""
-
-
-def bring() -> Any:
-    """Let every rank give tensors of all kinds; return what rank 0 has."""
-    rank, world_size = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    torch.serialization.add_safe_globals([Kept])
-    large = torch.arange(5000.0).add_(rank)
-    mine = {
-        "large": large, "turned": large.view(50, 100).t(), "bits": large.bfloat16(),
-        "small": torch.tensor(rank), "none": None, "name": f"rank {rank}",
-        "nested": {"more": [large + 1, 2.5]}, "kind": large.clone().as_subclass(Kept),
-        "sparse": torch.eye(60).to_sparse(), "rate": np.float64(0.5),
-    }  # fmt: skip
-    parts = gathered(mine, dist.group.WORLD)
-    for part in parts or []:
-        kept: Any = part["kind"]
-        part |= {"kind": [type(kept).__name__, kept.as_subclass(torch.Tensor)]}  # type: ignore[operator]
-        part |= {"sparse": part["sparse"].to_dense()}
-    return parts
-
-
-@pytest.mark.multi
-def test_what_ranks_have_comes_to_rank_0() -> None:
-    parts, *others = processes.run(bring, 3)
-    assert others == [None, None]
-    for rank, part in enumerate(parts):
-        large = torch.arange(5000.0).add_(rank)
-        assert torch.equal(part["large"], large)
-        assert torch.equal(part["turned"], large.view(50, 100).t())
-        assert torch.equal(part["bits"], large.bfloat16())
-        assert torch.equal(part["nested"]["more"][0], large + 1)
-        assert part["kind"][0] == "Kept"
-        assert torch.equal(part["kind"][1], large)
-        assert torch.equal(part["sparse"], torch.eye(60))
-        assert (int(part["small"]), part["none"], part["name"]) == (rank, None, f"rank {rank}")
-        assert part["nested"]["more"][1] == part["rate"] + 2 == 2.5
-
-
-def bring_unknown() -> None:
-    rank, world_size = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    gathered({"state": torch.zeros(3).as_subclass(Unknown)}, dist.group.WORLD)
-
-
-@pytest.mark.multi
-def test_values_that_no_checkpoint_can_be_read_with_are_refused_by_name() -> None:
-    found = r"rank 1 has values of tests.*test_agreement.Unknown in .*; allowed: tensors, numbers"
-    with pytest.raises(processes.RanksFailedError, match=found):
-        processes.run(bring_unknown, 2)
-
-
-def pickled(num: int) -> list[int] | None:
-    rank, world_size = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    buffer = torch.zeros(num)
-    parts = gathered({"small": buffer[:3]}, dist.group.WORLD)
-    return None if parts is None else [part["small"].untyped_storage().nbytes() for part in parts]
-
-
-@pytest.mark.multi
-def test_what_is_small_travels_without_the_buffer_in_which_it_lies() -> None:
-    sizes, _ = processes.run(pickled, 2, 5000)
-    assert sizes == [4 * 5000, 4 * 3]  # the own one lies where it lay

@@ -12,6 +12,7 @@ from lightning_cyclic.errors import CyclicError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Action, Lane, parse
 from lightning_cyclic.plan.dataflow import Dataflow
+from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.worker import LaneThread, Worker
 from tests.harness.local_transport import LocalTransport, PostOffice
@@ -66,7 +67,7 @@ class Pair:
         log, transport = self.logs[w], LocalTransport(office, w, 2, timeout_s)
         messages = Messages(transport, {}, lambda pending, a: pending.wait(), CPU)
         flow, limit_s = Dataflow(PLAN, w), lambda: timeout_s
-        return Worker(flow, messages, log, log, log, lanes, limit_s)
+        return Worker(flow, messages, log, log, log, FlightRecorder(), lanes, limit_s)
 
     def run(self, w: int, *texts: str) -> None:
         self.workers[w].run(map(parse, texts))

@@ -22,15 +22,15 @@ from torchmetrics import MeanMetric
 
 from lightning_cyclic.plugin import summaries
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
-from lightning_cyclic.runtime.partial_step import session as sessions
+from lightning_cyclic.runtime.partial_step import batches
 from lightning_cyclic.runtime.partial_step import stage_step as stage_steps
+from lightning_cyclic.runtime.partial_step.batches import Batches
 from lightning_cyclic.runtime.partial_step.exchange import Exchange
 from lightning_cyclic.runtime.partial_step.module_state import ModuleState
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients
 from lightning_cyclic.runtime.partial_step.passage import Entry
 from lightning_cyclic.runtime.partial_step.run import Run
-from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.partial_step.stage_step import StageStep
 from lightning_cyclic.runtime.partial_step.versions import Versions
 
@@ -211,7 +211,7 @@ def _micro(change: Callable[[dict[int, Any]], dict[int, Any]]) -> Patch:
         made = original(session, parts, shares, kind)
         return change(made) if kind == "train" else made
 
-    return around(StagewiseSession, "_micro", micro)
+    return around(Batches, "numbered", micro)
 
 
 add(
@@ -231,7 +231,7 @@ add(
     "one micro-batch weighs nothing",
     GRADIENT,
     around(
-        sessions,
+        batches,
         "shares_of",
         lambda original, sizes, parts: [*original(sizes, parts)[:-1], torch.zeros_like],
     ),

@@ -15,10 +15,10 @@ call of the optimizer, or one for each stage (``Plan.updates_apart``):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from itertools import groupby, takewhile
 
-from lightning_cyclic.plan.actions import Action, Kind, Program
+from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
 from lightning_cyclic.plan.plan import Plan
 
 
@@ -173,3 +173,33 @@ def _slot_of_update(plan: Plan, t: int, j: int) -> int:
 
 def _update(j: int, v: int, s: int) -> Action:
     return Action(kind=Kind.UPDATE, t=v - 1, j=j, v=v, s=s)
+
+
+def is_of_update(a: Action) -> bool:
+    """Say whether an action makes an update, or tells what it needs to know."""
+    return a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload is Payload.N)
+
+
+def up_to_call(actions: Sequence[Action], t: int, *, apart: bool) -> Sequence[Action]:
+    """Return the first of some actions, up to the last update of one call of the optimizer.
+
+    Receives of a step that others have begun may be posted among them, which block nobody.
+
+    Args:
+        actions: of which the first is of an update.
+        t: step of the call.
+        apart: whether each update is a call of its own.
+    """
+    near = list(
+        takewhile(lambda a: a.kind is Kind.RECV or (is_of_update(a) and a.t == t), actions)
+    )
+    last = (min if apart else max)(n for n, a in enumerate(near) if a.kind is Kind.UPDATE)
+    return near[: last + 1]
+
+
+def needs_older(a: Action, t: int) -> bool:
+    """Say whether an action of step t needs a version before that of the step, or its place."""
+    if a.kind is Kind.UPDATE:
+        return a.v == t
+    is_use = a.kind in (Kind.F, Kind.B) or (a.kind is Kind.SEND and a.payload is Payload.P)
+    return is_use and a.v is not None and a.v < t

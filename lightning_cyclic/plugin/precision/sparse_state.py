@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from lightning_cyclic.compat import (
     TrainerFn,
 )
 from lightning_cyclic.errors import ConfigurationError, one_of
+from lightning_cyclic.plugin.checkpoint import merged
 from lightning_cyclic.plugin.optimizers import SAID_BY, updates_each
 from lightning_cyclic.plugin.precision.compressed import Layout, ParameterState
 from lightning_cyclic.plugin.precision.masks import (
@@ -42,9 +43,9 @@ from lightning_cyclic.plugin.precision.masks import (
     layouts_of,
 )
 from lightning_cyclic.runtime.agreement import require_same_lines
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.weight_forms import WeightForms
 
-_Together: TypeAlias = Callable[[str, dict[str, Any]], dict[str, Any]]
 _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "32-true": torch.float32}
 
 
@@ -122,7 +123,7 @@ class SparseStatePrecision(Precision):
         self._optimizer: Optimizer | None = None  # of the fit, also behind it
         self._trained: list[ParameterState] = []  # that it updates
         self._is_fitting = False
-        self._together: _Together = lambda _, mine: mine  # on one device
+        self._assembly = Assembly()  # one device
 
     @property
     def masks(self) -> Masks:
@@ -246,16 +247,16 @@ class SparseStatePrecision(Precision):
 
     # ------------------------------------------------------------------ several workers
 
-    def forms(self, gather_texts: Callable[[str], list[str]], together: _Together) -> SparseForms:
+    def forms(self, assembly: Assembly) -> SparseForms:
         """Return what is trained on each of several workers, which must have the same masks."""
         lines = [f"{name}: {layout.digest}" for name, layout in self._layouts.items()]
         require_same_lines(
             "masks",
-            gather_texts("\n".join(lines)),
+            assembly.share("\n".join(lines), "to start alike"),
             "the same masks on every rank; read one file of them everywhere, "
             "SparseStatePrecision(mask='ticket.pt')",
         )
-        self._together = together
+        self._assembly = assembly
         return SparseForms(self._states, self._trained, self._check_gradients)
 
     # ------------------------------------------------------------------ checkpoints
@@ -270,8 +271,8 @@ class SparseStatePrecision(Precision):
         checkpoint["optimizer_states"] = [expanded(saved, *own) for saved in states]
         checkpoint[type(self).__qualname__] = {
             "index": {name: layout.kept.cpu() for name, layout in self._layouts.items()},
-            "masters": self._together(
-                "masters", {s.name: x for s in self._states if (x := s.saved) is not None}
+            "masters": merged(
+                {s.name: x for s in self._states if (x := s.saved) is not None}, self._assembly
             ),
         }
 

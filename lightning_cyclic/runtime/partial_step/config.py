@@ -14,7 +14,6 @@ from lightning_cyclic.plan.passes.batches import first_stage, teller
 from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.runtime.gradient_store import AS_MADE, Gradients, SumDtypes
 from lightning_cyclic.runtime.messages import Message
-from lightning_cyclic.runtime.partial_step.exchange import ReadState, WriteState
 from lightning_cyclic.runtime.partial_step.micro_batches import SplitBatch
 from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 from lightning_cyclic.runtime.predict import Guess
@@ -22,8 +21,10 @@ from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 Apply = Callable[[int, int], None]  # (step, stage): clip and optimize; gradients are in p.grad
-Share = Callable[[Tensor], Tensor]
 Summarise = Callable[[Sequence[Outcome]], Message]  # called on the last stage's worker alone
+ReadState = Callable[[Sequence[nn.Parameter]], tuple[list[Tensor], Any]]
+WriteState = Callable[[Sequence[nn.Parameter], Sequence[Tensor], Any], None]
+Share = Callable[[Tensor], Tensor]
 Scaled = Callable[[int, Share], Share]
 
 

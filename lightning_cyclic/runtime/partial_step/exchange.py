@@ -13,8 +13,7 @@ What passes between two stages of one worker lies in the same places, without a 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -23,38 +22,18 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import GO_BACK, MAKE_GRADIENTS, Action, Kind, Payload
 from lightning_cyclic.plan.roles import completes, gradient_sources
 from lightning_cyclic.runtime.bits import unseen
-from lightning_cyclic.runtime.gradient_store import GradientStore, Sum, refuse_sparse
+from lightning_cyclic.runtime.gradient_store import Sum, refuse_sparse
 from lightning_cyclic.runtime.messages import Message
-from lightning_cyclic.runtime.norms import Norms
+from lightning_cyclic.runtime.partial_step.batches import Batches
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Packet
 from lightning_cyclic.runtime.partial_step.stage_step import StageStep
 from lightning_cyclic.runtime.partial_step.tape import Tape
-from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
+from lightning_cyclic.runtime.partial_step.updates import Updates
 
 Key = tuple[int, int, int]  # step, micro-batch, stage
-ReadState = Callable[[Sequence[nn.Parameter]], tuple[list[Tensor], Any]]
-WriteState = Callable[[Sequence[nn.Parameter], Sequence[Tensor], Any], None]
 _MOST_KINDS = 256  # of batches, whose descriptions are kept
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Callbacks:
-    """Hold what the session does for an exchange.
-
-    Args:
-        begin_version: makes room for a new version of a stage, which is about to be written.
-        conclude: gives what all workers are told of a step, where its losses are.
-        complete: looks at gradients of a stage that are whole: (step, stage). [nothing]
-        read_state: gives what goes with parameters to replicas that predict. [nothing]
-    """
-
-    begin_version: Callable[[Action], None]
-    conclude: Callable[[int], Message]
-    complete: Callable[[int, int], None] | None = None
-    read_state: ReadState | None = None
-    write_state: WriteState | None = None
 
 
 @final
@@ -67,21 +46,25 @@ class Exchange:
         worker: int,
         step: StageStep,
         ownership: Ownership,
-        grads: GradientStore,
-        norms: Norms,
-        callbacks: Callbacks,
-        forms: WeightForms = ALL,
+        updates: Updates,
+        batches: Batches,
     ) -> None:
-        self.batches: dict[int, Message] = {}  # by step
-        self.conclusions: dict[int, Message] = {}  # by step
+        config = updates.config
+        self._batches = batches
+        self._updates = updates
+        self._conclusions = updates.conclusions
+        flows = plan.flows and config.apply is not None
+        self._tells_norms = flows and plan.norms != "none"
+        shares_state = plan.axes.weights.looks_ahead and plan.replicas > 1
+        self._read_state = config.read_state if shares_state else None
+        self._write_state = config.write_state if shares_state else None
+        self._forms = config.forms
         self._plan = plan
         self._worker = worker
         self._step = step
         self._ownership = ownership
-        self._grads = grads
-        self._norms = norms
-        self._callbacks = callbacks
-        self._forms = forms
+        self._grads = updates.grads
+        self._norms = updates.norms
         self._packets: dict[Key, Packet] = {}  # by the stage that takes them
         self._crossed: dict[Key, Mapping[Handle, Tensor]] = {}  # by the stage that takes them
         # of parameters of earlier stages: step, micro-batch, name; or what came from a worker
@@ -120,8 +103,8 @@ class Exchange:
         self._look_if_complete(a)
 
     def _look_if_complete(self, a: Action) -> None:
-        if self._callbacks.complete is not None and completes(self._plan, a, self._worker):
-            self._callbacks.complete(a.t, a.j)
+        if self._tells_norms and completes(self._plan, a, self._worker):
+            self._updates.complete(a.t, a.j)
 
     def _gradients_for(self, a: Action) -> Gradients:
         assert a.i is not None
@@ -158,7 +141,8 @@ class Exchange:
 
     def give(self, a: Action) -> Message:
         assert a.payload is not None
-        return _GIVES[a.payload](self, a)
+        give, _ = _WAYS[a.payload]
+        return give(self, a)
 
     def free(self, a: Action) -> None:
         """Have been proved not to be asked: stages of a pipeline are where they are run."""
@@ -170,7 +154,8 @@ class Exchange:
 
     def take(self, a: Action, message: Message) -> None:
         assert a.payload is not None
-        _TAKES[a.payload](self, a, message)
+        _, take = _WAYS[a.payload]
+        take(self, a, message)
 
     def _give_packet(self, a: Action) -> Message:
         assert a.i is not None
@@ -250,14 +235,14 @@ class Exchange:
         return [by_place.get(k) for k in range(len(self._ownership.owned(j)))]
 
     def _give_parameters(self, a: Action) -> Message:
-        stage, read = self._ownership.owned(a.j), self._callbacks.read_state
+        stage, read = self._ownership.owned(a.j), self._read_state
         state, facts = read(stage) if read else ([], None)
         sent = (self._forms.compress(p, p.detach()) for p in stage)
         return Message([*sent, *state], facts)
 
     def _take_parameters(self, a: Action, message: Message) -> None:
-        self._callbacks.begin_version(a)
-        stage, write = self._ownership.owned(a.j), self._callbacks.write_state
+        self._updates.begin_version(a)
+        stage, write = self._ownership.owned(a.j), self._write_state
         self._write(stage, message.tensors[: len(stage)])
         if write is not None:
             write(stage, message.tensors[len(stage) :], message.facts)
@@ -274,7 +259,7 @@ class Exchange:
         return Message([self._forms.compress(p, p.detach()) for p in shared])
 
     def _take_tied_values(self, a: Action, message: Message) -> None:
-        self._callbacks.begin_version(a)
+        self._updates.begin_version(a)
         self._write(self._ownership.shared(a.j, self._ownership.stages), message.tensors)
 
     def _give_buffers(self, a: Action) -> Message:
@@ -290,16 +275,16 @@ class Exchange:
         self._norms.put(a.t, a.j, message)
 
     def _give_batch(self, a: Action) -> Message:
-        return self.batches[a.t]
+        return self._batches.shared[a.t]
 
     def _take_batch(self, a: Action, message: Message) -> None:
-        self.batches[a.t] = message
+        self._batches.shared[a.t] = message
 
     def _give_losses(self, a: Action) -> Message:
-        return self._callbacks.conclude(a.t)
+        return self._conclusions.conclude(a.t)
 
     def _take_losses(self, a: Action, message: Message) -> None:
-        self.conclusions[a.t] = message
+        self._conclusions.came[a.t] = message
 
 
 def stages_of(plan: Plan, worker: int) -> tuple[int, ...]:
@@ -320,31 +305,19 @@ def _keep_few(found: dict[Any, Any]) -> None:
         del found[next(iter(found))]
 
 
-_GIVES: dict[Payload, Callable[[Exchange, Action], Message]] = {
-    Payload.A: Exchange._give_packet,
-    Payload.G: Exchange._give_crossed,
-    Payload.W: Exchange._give_tied,
-    Payload.S: Exchange._give_sum,
-    Payload.T: Exchange._give_sum,
-    Payload.R: Exchange._give_buffers,
-    Payload.C: Exchange._give_buffers,
-    Payload.P: Exchange._give_parameters,
-    Payload.V: Exchange._give_tied_values,
-    Payload.N: Exchange._give_norms,
-    Payload.D: Exchange._give_batch,
-    Payload.L: Exchange._give_losses,
-}
-_TAKES: dict[Payload, Callable[[Exchange, Action, Message], None]] = {
-    Payload.A: Exchange._take_packet,
-    Payload.G: Exchange._take_crossed,
-    Payload.W: Exchange._take_tied,
-    Payload.S: Exchange._take_sum,
-    Payload.T: Exchange._take_total,
-    Payload.R: Exchange._take_buffers,
-    Payload.C: Exchange._take_buffers,
-    Payload.P: Exchange._take_parameters,
-    Payload.V: Exchange._take_tied_values,
-    Payload.N: Exchange._take_norms,
-    Payload.D: Exchange._take_batch,
-    Payload.L: Exchange._take_losses,
+_Give: TypeAlias = Callable[[Exchange, Action], Message]
+_Take: TypeAlias = Callable[[Exchange, Action, Message], None]
+_WAYS: dict[Payload, tuple[_Give, _Take]] = {
+    Payload.A: (Exchange._give_packet, Exchange._take_packet),
+    Payload.G: (Exchange._give_crossed, Exchange._take_crossed),
+    Payload.W: (Exchange._give_tied, Exchange._take_tied),
+    Payload.S: (Exchange._give_sum, Exchange._take_sum),
+    Payload.T: (Exchange._give_sum, Exchange._take_total),
+    Payload.R: (Exchange._give_buffers, Exchange._take_buffers),
+    Payload.C: (Exchange._give_buffers, Exchange._take_buffers),
+    Payload.P: (Exchange._give_parameters, Exchange._take_parameters),
+    Payload.V: (Exchange._give_tied_values, Exchange._take_tied_values),
+    Payload.N: (Exchange._give_norms, Exchange._take_norms),
+    Payload.D: (Exchange._give_batch, Exchange._take_batch),
+    Payload.L: (Exchange._give_losses, Exchange._take_losses),
 }

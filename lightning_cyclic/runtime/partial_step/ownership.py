@@ -78,6 +78,23 @@ class Ownership:
         """Return the earlier stages of which stage ``j`` uses parameters."""
         return {self._stage_of[n] for n in self.borrowed(j)}
 
+    def versioned(self, besides: Collection[str]) -> dict[int, dict[str, nn.Parameter]]:
+        """Return stage -> name -> parameter of which a worker keeps versions.
+
+        Args:
+            besides: names of parameters that count, though they are not trained.
+        """
+        stages = {j: self.trained(j, besides) for j in self.stages}
+        for k in self.stages:  # of stages of other workers, what is tied to own ones
+            for j, tied in self.tied_to(k).items():
+                if j not in self.stages:
+                    stages.setdefault(j, {}).update(tied)
+        return stages
+
+    def readers(self, stages: Iterable[int]) -> dict[int, list[int]]:
+        """Return for each of some stages the own ones that read its parameters."""
+        return {j: [k for k in self.stages if k == j or j in self.lenders(k)] for j in stages}
+
     def tied_to(self, k: int) -> dict[int, dict[str, nn.Parameter]]:
         """Return the trained parameters of earlier stages that stage ``k`` uses, too."""
         found: dict[int, dict[str, nn.Parameter]] = {}

@@ -8,130 +8,103 @@ between steps   updates, flushes, validation, whole weights for a checkpoint
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_cyclic.errors import PlanError, StepError
 from lightning_cyclic.plan import Plan, program_of
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
-from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.absent import is_absent, make_present
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.cast_copies import CastCopies
-from lightning_cyclic.runtime.failure_words import Waiter, words_of
-from lightning_cyclic.runtime.flight_recorder import FlightRecorder
-from lightning_cyclic.runtime.gradient_store import Gradients, GradientStore
-from lightning_cyclic.runtime.late_values import LateValues
+from lightning_cyclic.runtime.failure_words import Waiter
+from lightning_cyclic.runtime.gradient_store import GradientStore
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
+from lightning_cyclic.runtime.partial_step.batches import Batches, apart_from_sharing
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.collectives import Collectives, rank_of
+from lightning_cyclic.runtime.partial_step.conclusions import Conclusions
 from lightning_cyclic.runtime.partial_step.config import Plans, StagewiseConfig, Summarise
-from lightning_cyclic.runtime.partial_step.exchange import Callbacks, Exchange, stages_of
-from lightning_cyclic.runtime.partial_step.micro_batches import (
-    BatchCutter,
-    BatchReads,
-    noted,
-    refusing_time_major,
-    shares_of,
-    whole_share,
-    words_for,
-)
-from lightning_cyclic.runtime.partial_step.module_state import ModuleState, packed
+from lightning_cyclic.runtime.partial_step.exchange import Exchange, stages_of
+from lightning_cyclic.runtime.partial_step.micro_batches import noted, whole_share, words_for
+from lightning_cyclic.runtime.partial_step.module_state import ModuleState
 from lightning_cyclic.runtime.partial_step.ownership import ForeignWeights, Ownership
-from lightning_cyclic.runtime.partial_step.packets import Lesson
 from lightning_cyclic.runtime.partial_step.plain_step import PlainStep
-from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
+from lightning_cyclic.runtime.partial_step.stage_step import StageStep
+from lightning_cyclic.runtime.partial_step.updates import Updates
 from lightning_cyclic.runtime.partial_step.verifier import Expect, Verifier
 from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.predict import Foresight
 from lightning_cyclic.runtime.randomness import undisturbed
+from lightning_cyclic.runtime.session import AbstractSession
 from lightning_cyclic.runtime.snapshot import generators_of
 from lightning_cyclic.runtime.stages.cuts import Cuts
-from lightning_cyclic.runtime.transport import AbstractTransport
-from lightning_cyclic.runtime.transport.crew import naming_peers
+from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.split import (
     MicroBatch,
-    family,
     refuse_iterators,
-    signature,
 )
-from lightning_cyclic.runtime.values.trees import map_tensors, tensors
-from lightning_cyclic.runtime.weight_watch import StillBuffers, WeightWatch, is_persistent
+from lightning_cyclic.runtime.values.trees import map_tensors
+from lightning_cyclic.runtime.weight_watch import WeightWatch, is_persistent
 from lightning_cyclic.runtime.worker import Worker
-
-_NEW_VERSIONS = frozenset({Kind.UPDATE, Payload.P, Payload.V})
-_OF_UPDATES = _NEW_VERSIONS | {Payload.N}
 
 
 @final
-class StagewiseSession:
+class StagewiseSession(AbstractSession):
     """Run one worker's part of pipelined steps.
 
     Args:
         transport: how messages travel; None for one worker.
-        group: process group for what workers agree on; None for one worker.
+        assembly: all ranks. [there is but one]
     """
 
     def __init__(
         self,
         module: nn.Module,
         config: StagewiseConfig,
-        transport: AbstractTransport | None,
+        transport: CountingTransport | None,
         worker: int,
         num_workers: int,
         device: torch.device,
-        group: Any = None,
+        assembly: Assembly | None = None,
     ) -> None:
-        self.module = module
+        self._size = num_workers // config.replicas
+        assembly, rank = assembly or Assembly(), rank_of(worker, self._size)
+        super().__init__(module, assembly, worker, rank, device, _not_told)
         self.config = config
         self.transport = transport
-        self.worker = worker
         self.num_workers = num_workers
-        self.device = device
-        self.group = group
         self.t = 0
-        self.failed = False
-        self.arrived: list[tuple[int, Message]] = []  # steps, and what came out of them
-        self.losses = LateValues()  # that somebody looks at
         self.cuts: Cuts | None = None
-        self.flight: FlightRecorder | None = None  # of the worker, once there is one
         self.router: CallRouter | None = None
         self.versions: Versions | None = None
         self.ownership: Ownership
         self.foreign: ForeignWeights
-        self.norms: Norms
-        self._size = num_workers // config.replicas
+        self.updates: Updates
         self._evaluations = 0
         self._evaluated = ""  # the kind of the step of evaluation under way
         self._ended = -1  # the last step that a flush has ended
-        self.was_finite: bool | None = None  # gradients of all stages; None: nobody has asked
-        self._rest: list[Action] = []  # of a step whose update is made outside
-        self._summarise: dict[int, Summarise] = {}
-        self._concluded: dict[int, Message] = {}  # what is told of steps
-        self._watch = WeightWatch(self.rank)
-        self._still = StillBuffers(module, (), self.rank, _not_told)
         self._weights: dict[str, Tensor] = {}  # that nothing changes while gradients are made
-        self._put_off: dict[tuple[int, int], list[Action]] = {}  # forwards, by update
         self._held: dict[str, Any] = {}  # generators that the module keeps
         self._modes: list[tuple[nn.Module, bool]] = []  # of the last step that has begun
-        self._cutter = BatchCutter(
-            config.num_microbatches, config.split_batch, config.say, may_leave=config.is_one_stage
-        )
-        self._collectives = Collectives(module, config.replicas, self._size, group)
+        self.batches = Batches(module, config, worker // self._size, device)
+        self._collectives = Collectives(module, config.replicas, self._size, assembly)
 
     # ------------------------------------------------------------------ beginning
 
     @property
+    @override
     def plan(self) -> Plan | None:
-        """Return the plan of a step whose batch has as many micro-batches as asked for."""
+        # of a step whose batch has as many micro-batches as asked for
         return None if self.cuts is None else self._plans.usual
 
     @property
@@ -139,19 +112,17 @@ class StagewiseSession:
         return program_of(self._plans.usual)
 
     @property
+    @override
     def stage_of(self) -> dict[str, int] | None:
-        """Return parameter name -> stage; None before the stages are found."""
-        if self.cuts is None:
-            return None
-        return {n: j for j, names in enumerate(self.cuts.parameters) for n in names}
+        return None if self.cuts is None else self.cuts.stage_of
 
     @property
+    @override
     def starts(self) -> tuple[str, ...] | None:
-        """Return the module paths that begin stages 1, 2, ...; None before they are found."""
         return None if self.cuts is None else self.cuts.starts
 
+    @override
     def named(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of this worker's stages by name, once they are found."""
         return self.ownership.named()
 
     def find_stages(self, batch: Any, call: Callable[[Any], Any], kind: str = "") -> None:
@@ -170,25 +141,17 @@ class StagewiseSession:
         if self.cuts is None:
             # its code may change what it is given; made before the run, it is no activation
             copied = map_tensors(torch.clone, batch)
-            parts = [MicroBatch(copied, 1)] if kind else self.cut(copied)
+            parts = [MicroBatch(copied, 1)] if kind else self.batches.cut(copied)
             where = "" if kind else f"{words_for(0, [p.size for p in parts])}, to find the stages"
-            step = partial(noted, where, self._along_samples(parts[:1], call), parts[0].batch)
-
+            call = self.batches.along_samples(parts[:1], call)
+            step = partial(noted, where, call, parts[0].batch)
             find = partial(self.config.find_cuts, self.module, step)
-            waiting = self.naming_peers("to agree on the stages")
-            data = self._collectives.agree(lambda: find().as_data(), waiting)
+            what = "to agree on the stages"
+            data = self.assembly.ask_first(lambda: find().as_data(), what)
             self.begin(Cuts.from_data(data))
 
+    @override
     def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
-        """Go on with the stages and the step of what :meth:`state` returned.
-
-        Args:
-            saved: None for weights alone.
-            fits: whether it is of the plan of this run.
-
-        Returns:
-            Whether training goes on with the same bits.
-        """
         if self.versions is not None:  # in the middle of a run, whose steps count on
             self.versions.restart()
             return False
@@ -227,47 +190,47 @@ class StagewiseSession:
             self.versions = self._make_versions(plan, ownership)
         self._messages = self._make_messages(plan)
         repeated = set(cuts.repeated) - set(ownership.stale)
-        self._state = ModuleState(
+        state = ModuleState(
             self.module, cuts, self.config.not_state, ownership.stages, plan.num_stages,
             self.config.say, repeated,
         )  # fmt: skip
-        self._grads = GradientStore(self.trained_of, self.config.sums)
-        self._step = self._make_step(cuts, plan)
-        parameters = [self.trained_of(j) for j in range(plan.num_stages)]
-        self.norms = Norms(plan, self.worker, parameters, self._fetch)
-        self._exchange = Exchange(
-            plan,
-            self.worker,
-            self._step,
-            ownership,
-            self._grads,
-            self.norms,
-            self._make_callbacks(plan),
-            self.config.forms,
-        )
-        self._worker = Worker(
-            self.program.flow(self.worker), self._messages, self._exchange, self._exchange, self
-        )
-        self.flight = self._worker.flight
-        for j in range(plan.num_stages):
-            layout = self.norms.layout(j, self._messages)
-            self._messages.know(Payload.N, j, layout)  # received ahead, several at once
-        self._modes = [(m, m.training) for m in self.module.modules()]
         self.foreign = ForeignWeights(
             self.module, cuts.changing, ownership, lambda j: rank_of(plan.owner(j), self._size),
             fits, self._gather,
         )  # fmt: skip
+        grads = GradientStore(self.trained_of, self.config.sums)
+        self._step = self._make_step(cuts, plan, state)
+        self._conclusions = Conclusions(self._step, state)
+        parameters = [self.trained_of(j) for j in range(plan.num_stages)]
+        norms = Norms(plan, self.worker, parameters, self._fetch)
         self.verifier = Verifier(self, self._make_plain_step(cuts), self._held)
+        self.updates = Updates(
+            self.config, ownership, self._owned, grads, norms, self.versions,
+            conclusions=self._conclusions, verifier=self.verifier,
+            flight=self.flight, run=self._run, is_over=self._forget,
+        )  # fmt: skip
+        self._exchange = Exchange(
+            plan, self.worker, self._step, ownership, self.updates, self.batches
+        )
+        self._worker = Worker(
+            self.program.flow(self.worker), self._messages, self._exchange, self._exchange,
+            self.updates, self.flight,
+        )  # fmt: skip
+        self.updates.worker = self._worker
+        for j in range(plan.num_stages):
+            layout = norms.layout(j, self._messages)
+            self._messages.know(Payload.N, j, layout)  # received ahead, several at once
+        self._modes = [(m, m.training) for m in self.module.modules()]
         if not fits:  # else the first step lets it go
             self.foreign.leave()
         self.config.forms.leave(self.with_state)
 
-    def _make_step(self, cuts: Cuts, plan: Plan) -> StageStep:
+    def _make_step(self, cuts: Cuts, plan: Plan, state: ModuleState) -> StageStep:
         """Return what runs F and B; note which weights nothing else may change meanwhile."""
         assert self.router is not None
         config, versions, ownership = self.config, self.versions, self.ownership
         step = StageStep(
-            self.router, plan, ownership, self._state,
+            self.router, plan, ownership, state,
             config.seed, config.remat, versions, config.is_one_stage,
         )  # fmt: skip
         step.say = config.say
@@ -277,7 +240,7 @@ class StagewiseSession:
         still = {n: b for n, b in self.router.still_buffers().items() if b.layout == torch.strided}
         own = self.router.still_buffers(of_units=True) if self.num_workers > 1 else {}
         kept = [n for n in own if is_persistent(self.module, n)]
-        self._still = StillBuffers(self.module, kept, self.rank, _not_told)
+        self._still = self._still_buffers(kept)
         if versions is not None:
             step.watch = WeightWatch(self.rank, may_freeze=False)
             step.still = still
@@ -303,16 +266,6 @@ class StagewiseSession:
         wait = Waiter(plan, self.transport, self._when).wait
         self._line = self.transport.connect(self.program)
         return Messages(self._line, self.program.depths, wait, self.device)
-
-    def _make_callbacks(self, plan: Plan) -> Callbacks:
-        shares_state = _shares_state(plan)
-        return Callbacks(
-            begin_version=self._begin_version,
-            conclude=self._conclude,
-            complete=self._complete if plan.norms != "none" and self.flows else None,
-            read_state=self.config.read_state if shares_state else None,
-            write_state=self.config.write_state if shares_state else None,
-        )
 
     def train_others(self) -> None:
         """Train other parameters from now on; behind a flush, and on all workers at once.
@@ -340,29 +293,20 @@ class StagewiseSession:
     def _read_trained(self) -> set[str]:
         return {n for n, p in self.module.named_parameters() if p.requires_grad}
 
-    def _versioned(self, plan: Plan, ownership: Ownership) -> dict[int, dict[str, nn.Parameter]]:
-        """Return stage -> name -> parameter of which this worker has versions."""
-        besides = () if plan.axes.weights.looks_ahead else self._had_versions
-        stages = {j: ownership.trained(j, besides) for j in ownership.stages}
-        for k in ownership.stages:  # of stages of other workers, what is tied to own ones
-            for j, tied in ownership.tied_to(k).items():
-                if j not in ownership.stages:
-                    stages.setdefault(j, {}).update(tied)
-        return stages
-
     def _make_versions(self, plan: Plan, ownership: Ownership) -> Versions:
         stages = self._versioned(plan, ownership)
-        readers = {
-            j: [k for k in ownership.stages if (k == j or j in ownership.lenders(k))]
-            for j in stages
-        }
         foresight = None
         if plan.axes.weights.looks_ahead:
             ownership.refuse_ties(plan.weights)
             assert self.config.guess is not None
             foresight = Foresight(plan, stages, self.config.guess)
         forms = self.config.forms
+        readers = ownership.readers(stages)
         return Versions(self.module, plan, stages, self.t, readers, foresight, forms)
+
+    def _versioned(self, plan: Plan, ownership: Ownership) -> dict[int, dict[str, nn.Parameter]]:
+        """Return stage -> name -> parameter of which this worker has versions."""
+        return ownership.versioned(() if plan.axes.weights.looks_ahead else self._had_versions)
 
     # ------------------------------------------------------------------ what there is
 
@@ -379,10 +323,6 @@ class StagewiseSession:
     def plan_of(self, num_microbatches: int) -> Plan:
         return self._plans.of(num_microbatches)
 
-    def agree(self, find: Callable[[], Any]) -> Any:
-        """Return on every worker what rank 0 finds; all must call it."""
-        return self._collectives.agree(find, self.naming_peers("to compare a step"))
-
     @property
     def flows(self) -> bool:
         """Say whether steps begin before those ahead of them have ended, in training."""
@@ -398,11 +338,9 @@ class StagewiseSession:
         return [j for j in range(plan.num_stages) if plan.owner(j) == self.worker]
 
     @property
+    @override
     def with_state(self) -> list[nn.Parameter]:
-        """Return the parameters that this worker has optimizer state for.
-
-        It updates them; or it is told of their updates, and predicts them.
-        """
+        # of what it updates, or is told of and predicts
         predicts = _shares_state(self._plans.usual)
         own = [j for j in self.ownership.stages if predicts or j in self._owned]
         return [p for j in own for p in self.trained_of(j)]
@@ -410,10 +348,6 @@ class StagewiseSession:
     def trained_of(self, j: int) -> list[nn.Parameter]:
         """Return what the optimizer has of a stage, in the order of its parameters."""
         return list(map(self.config.forms.trained, self.ownership.owned(j)))
-
-    @property
-    def rank(self) -> int:
-        return rank_of(self.worker, self._size)
 
     def worker_of(self, stage: int) -> int:
         return self._plans.usual.worker_of(self.worker // self._size, stage)
@@ -424,27 +358,6 @@ class StagewiseSession:
         return max(map(self.program.lag, range(self.num_workers)))
 
     # ------------------------------------------------------------------ a step
-
-    def cut(self, batch: Any) -> list[MicroBatch]:
-        """Cut a replica's batch into micro-batches; nobody minds one alone where nobody waits."""
-        return self._cutter.cut(batch)
-
-    def _along_samples(
-        self, parts: Sequence[MicroBatch], call: Callable[[Any], Any]
-    ) -> Callable[[Any], Any]:
-        """Let the user's step refuse to take the samples of these parts for time."""
-        sizes = {part.size for part in parts}
-        if (
-            self.config.num_microbatches == 1
-            or self.config.split_batch is not None
-            or len(sizes) > 1
-        ):
-            return call
-        return partial(refusing_time_major, self.module, sizes.pop(), call)
-
-    def how_cut(self) -> str | None:
-        """Return how batches have been cut; None before any has been."""
-        return self._cutter.report()
 
     def train(
         self, batch: Any, call: Callable[[Any], Any], summarise: Callable[[list[int]], Summarise],
@@ -466,22 +379,21 @@ class StagewiseSession:
             expect: what of the outcomes all workers are to be told; see :class:`Verifier`.
         """
         self.verifier.prepare(batch, is_first=is_first)
-        self.was_finite = None
         usual = self.program.step(self.worker, self.t, ended=self._ended)
-        parts = self.cut(self._share_batch(self.t, batch, usual))
-        self._check_number(len(parts))
-        shares = shares_of([p.size for p in parts], self.config.replicas * accumulate)
-        if self.config.scaled is not None:
-            shares = [self.config.scaled(self.t, share) for share in shares]
+        parts = self.batches.cut(self._share_batch(self.t, batch, usual, self._run))
+        if self.versions is not None:
+            self.batches.require_usual_number(parts)
+        shares = self.batches.shares(self.t, [p.size for p in parts], accumulate)
         if self.config.is_one_stage and self.t == 0:  # else it is looked at to find the stages
-            call = self._along_samples(parts, call)
-        self._summarise[self.t] = summarise([part.size for part in parts])
+            call = self.batches.along_samples(parts, call)
+        self._conclusions.expect(self.t, summarise([part.size for part in parts]))
         if expect is not None:
             self.verifier.begin(parts, accumulate, call, expect)
-        self._step.prepare(self.t, self._micro(parts, shares, "train"), call, training=True)
+        micro = self.batches.numbered(parts, shares, "train")
+        self._step.prepare(self.t, micro, call, training=True)
         self._modes = [(m, m.training) for m in self.module.modules()]
         program = program_of(self._plans.of(len(parts)))
-        actions = _shared(program.step(self.worker, self.t, ended=self._ended))
+        _, actions = apart_from_sharing(program.step(self.worker, self.t, ended=self._ended))
         self._still.begin()
         if self.flows:
             self._forget(self.t - self._plans.usual.steps_under_way)
@@ -493,91 +405,38 @@ class StagewiseSession:
             self._still.check(self.t)
 
     def _train_up_to_updates(self, actions: list[Action], *, is_last: bool) -> None:
-        if not is_last:
-            actions = [a for a in actions if (a.payload or a.kind) not in _OF_UPDATES]
-        begun = list(takewhile(lambda a: not _updates(a), actions))
-        self._rest = actions[len(begun) :]
-        for j in self.ownership.stages:
-            self._grads.hide(self.t, j)
+        begun = self.updates.up_to(actions, is_last=is_last)
+        self.updates.hide(self.t)
         with self._watch.watching(self.t, [self._weights]):
             self._run(begun)
         if not is_last:
             self._worker.settle()
-        for j in self._owned:
-            self._worker.fetch((Datum.SUM, self.t, j, None))
-        for j in self.ownership.stages:
-            self._grads.show(self.t, j)
-        for j in self._owned:
-            self._note_gradients(j, [p.grad for p in self.trained_of(j)])
+        self.updates.show(self.t)
         self._forget(self.t)
-
-    def _note_gradients(self, j: int, grads: Gradients) -> None:
-        assert self.cuts is not None
-        self.verifier.note_gradients(j, self.cuts.parameters[j], grads)
 
     def take_arrived(self) -> list[tuple[int, Message]]:
         """Return the steps whose outcomes have come since the last call, with these."""
-        taken, self.arrived = self.arrived, []
-        return taken
-
-    def all_finite(self, *, overflowed: bool) -> bool:
-        """Say whether the gradients that lie in ``p.grad`` are finite, on all workers.
-
-        Args:
-            overflowed: whether those of this worker were not, when hooks had not seen them yet.
-        """
-        self.was_finite = not overflowed
-        if self.num_workers > 1:
-            if any(a.payload is Payload.N for a in self._rest):
-                self.tell_norms(overflowed=overflowed)
-            self.was_finite = self.norms.is_finite(self.t)
-        return self.was_finite
-
-    def tell_norms(self, *, overflowed: bool = False) -> None:
-        """Let owners know each other's norms of the gradients that lie in ``p.grad``.
-
-        Args:
-            overflowed: tell that they are infinite, whatever hooks have made of them.
-        """
-        for j in self._owned:
-            if overflowed:
-                self.norms.note_overflow(self.t, j)
-            self.norms.note(self.t, j, [p.grad for p in self.trained_of(j)])
-        told = list(takewhile(lambda a: (a.payload or a.kind) not in _NEW_VERSIONS, self._rest))
-        self._rest = self._rest[len(told) :]
-        self._run(told)
-
-    def begin_update(self) -> None:
-        """Make room for the next version of all stages, where older ones are still read."""
-        if self.versions is not None:
-            for j in self.ownership.stages:
-                self.versions.begin_update(j)
+        return self._conclusions.take()
 
     def end_step(self) -> None:
         """Send on what an update has changed, and count the step."""
-        if any(a.payload is Payload.N for a in self._rest):  # nobody has clipped by them
-            self.tell_norms()
-        self._worker.flight.note(a for a in self._rest if a.kind is Kind.UPDATE)
-        self._run([a for a in self._rest if a.kind is not Kind.UPDATE])
-        self._worker.settle()
-        self.norms.forget(self.t)
-        self._rest = []
+        self.updates.end(self.t)
         self.t += 1
 
+    @override
     def flush(self) -> None:
-        """Finish all steps that have begun."""
         last = self.t - 1
         if self.cuts is None or self.failed:
             return
         self.losses.settle()
         if self._ended == last:
             return
-        self._put_off = self.program.put_off(self.worker, last)
+        self.updates.put_off = self.program.put_off(self.worker, last)
         actions = self.program.flush(self.worker, last, ended=self._ended)
         with self._as_in_training():
             self._run(actions)
         self._worker.settle()
-        self._put_off = {}
+        self.updates.put_off = {}
         self._forget(last)
         self._ended = last
 
@@ -597,72 +456,17 @@ class StagewiseSession:
             batch = self._share_batch(t, batch, actions, self._worker.run)
             self._evaluated = ""
             return partial(call, batch)
-        batch = self._share_batch(t, batch, actions)
-        micro = self._micro([MicroBatch(batch, 1)], [whole_share], kind)
-        self._summarise[t] = summarise
+        batch = self._share_batch(t, batch, actions, self._run)
+        micro = self.batches.numbered([MicroBatch(batch, 1)], [whole_share], kind)
+        self._conclusions.expect(t, summarise)
         self._step.prepare(t, micro, call, training=False)
-        self._run(_shared(actions))
+        self._run(apart_from_sharing(actions)[1])
         self._evaluated = ""
         self._forget(t)
-        (_, summary), self.arrived = self.arrived[-1], self.arrived[:-1]
-        return summary
-
-    # ------------------------------------------------------------------ what the program asks
-
-    def update(self, a: Action) -> None:
-        """Make a new version of a stage, with the gradients of its step in ``p.grad``."""
-        assert self.config.apply is not None
-        self._begin_version(a)
-        self._grads.show(a.t, a.j)
-        if self.config.unscale is None:
-            self._note_gradients(a.j, [p.grad for p in self.trained_of(a.j)])
-        self.verifier.note_state()
-        self.config.apply(a.t, a.j)
-        for p in self.trained_of(a.j):
-            p.grad = None
-        if a.j == self.ownership.stages[0]:  # backwards go from the last stage to the first
-            self._forget(a.t)
-
-    def tell(self, a: Action) -> None:
-        """Note what came out of a step, and what it taught."""
-        message = self._exchange.conclusions.pop(a.t, None)
-        if message is None:
-            summary, learnt = self._conclude(a.t), self._step.learnt
-        else:
-            summary = message
-            learnt = {f: Lesson.from_data(data) for f, data in message.facts[1].items()}
-        self._step.adopt(learnt)
-        facts, _, changes, num = summary.facts
-        if message is not None:
-            self._state.adopt(a.t, summary.tensors[num:], changes)
-        self.arrived.append((a.t, Message(summary.tensors[:num], facts)))
-
-    def _conclude(self, t: int) -> Message:
-        if t not in self._concluded:
-            outcomes = self._step.take_outcomes(t)
-            summary = self._summarise[t](list(outcomes.values()))
-            learnt = {f: lesson.to_data() for f, lesson in self._step.learnt.items()}
-            tensors, changes = packed({i: x.changes for i, x in outcomes.items()})
-            facts = [summary.facts, learnt, changes, len(summary.tensors)]
-            self._concluded[t] = Message([*summary.tensors, *tensors], facts)
-        return self._concluded[t]
-
-    def _complete(self, t: int, j: int) -> None:
-        """Note the norms of gradients that are whole, and that are scaled as the loss was."""
-        grads = self._grads.of(t, j)
-        if self.config.unscale is not None:
-            self._note_gradients(j, grads)
-            self.config.unscale(t, grads)
-        self.norms.note(t, j, grads)
+        return self._conclusions.take_last()
 
     def _fetch(self, item: Item) -> None:
         self._worker.fetch(item)
-
-    def _begin_version(self, a: Action) -> None:
-        if self.versions is not None:
-            for forward in self._put_off.get((step_of(a), a.j), ()):
-                self.versions.reserve(forward)
-            self.versions.begin_update(a.j)
 
     def _run(self, actions: Sequence[Action]) -> None:
         assert self.router is not None
@@ -671,29 +475,16 @@ class StagewiseSession:
             self._worker.run(actions)
 
     def _share_batch(
-        self,
-        t: int,
-        batch: Any,
-        actions: Sequence[Action],
-        run: Callable[[Sequence[Action]], None] | None = None,
-    ) -> Any:
-        sharing = actions[: len(actions) - len(_shared(actions))]
-        if not sharing:
-            return batch
-        peer = sharing[-1].peer
-        mine = tensors(batch)
-        self._exchange.batches[t] = Message(mine, len(mine))
-        (run or self._run)(sharing)
-        self._worker.fetch((Datum.BATCH, t))
-        shared = self._exchange.batches.pop(t)
-        if shared.facts != len(mine):
-            raise StepError(
-                f"the batch of {self._name(self.worker)} has {len(mine)} tensors, that of "
-                f"{self._name(peer)} has {shared.facts}; allowed: batches of one structure; "
-                "check the dataset of each rank"
-            )
-        told = iter(shared.tensors)
-        return map_tensors(lambda x: next(told), batch)
+        self, t: int, batch: Any, actions: Sequence[Action],
+        run: Callable[[Sequence[Action]], None],
+    ) -> Any:  # fmt: skip
+        sharing, _ = apart_from_sharing(actions)
+
+        def take() -> None:
+            run(sharing)
+            self._worker.fetch((Datum.BATCH, t))
+
+        return self.batches.share(t, batch, sharing, take, self._name)
 
     @contextmanager
     def _as_in_training(self) -> Iterator[None]:
@@ -708,40 +499,11 @@ class StagewiseSession:
             for m, _, now in changed:
                 m.training = now
 
-    def _check_number(self, num_parts: int) -> None:
-        if self.versions is not None and num_parts != self.config.num_microbatches:
-            raise StepError(
-                f"a batch gave {num_parts} micro-batches, but "
-                f"num_microbatches={self.config.num_microbatches}; "
-                "allowed with delayed weights: as many in every step, as they decide which "
-                "version is read; use DataLoader(drop_last=True), or larger batches"
-            )
-
-    def _micro(
-        self, parts: Sequence[MicroBatch], shares: Sequence[Callable[[Tensor], Tensor]], kind: str
-    ) -> dict[int, Micro]:
-        """Return the micro-batches of this worker's replica by their numbers among all."""
-        replicas, q = self.config.replicas, self.worker // self._size
-        waits = self.device.type != "cpu"  # who reads a value, for what computes it
-        sizes = [part.size for part in parts] if kind == "train" else []
-        return {
-            i * replicas + q: Micro(
-                part.batch,
-                weight,
-                f"{kind} {signature(part.batch)}",
-                f"{kind} {family(part.batch)}",
-                BatchReads() if waits else None,
-                words_for(i, sizes) if sizes else "",
-            )
-            for i, (part, weight) in enumerate(zip(parts, shares, strict=True))
-        }
-
     def _forget(self, t: int) -> None:
         """Forget what is over with step ``t``; evaluations count downward from -1."""
         self._step.forget(t)
-        self._summarise = {k: f for k, f in self._summarise.items() if k > t}
-        self._concluded = {k: told for k, told in self._concluded.items() if k > t}
-        self.norms.forget(t - 2 * self._plans.usual.steps_under_way)
+        self._conclusions.forget(t)
+        self.updates.norms.forget(t - 2 * self._plans.usual.steps_under_way)
 
     # ------------------------------------------------------------------ beside the program
 
@@ -760,13 +522,13 @@ class StagewiseSession:
                 self._messages.send(replace(a, peer=other), None, message)
         return message
 
+    @override
     def own_names(self) -> set[str]:
-        """Return the names of the parameters and buffers of stages that this worker updates."""
         assert self.cuts is not None
         return {n for j in self._owned for n in (*self.cuts.parameters[j], *self.cuts.buffers[j])}
 
+    @override
     def state(self) -> dict[str, Any] | None:
-        """Return this worker's part of what a checkpoint needs; None before any step."""
         if self.cuts is None:
             return None
         return {
@@ -781,13 +543,12 @@ class StagewiseSession:
 
         Behind a flush, or where no step is under way; not where it does not fit.
         """
-        if self.cuts is not None and self.group is not None and not self.failed:
+        if self.cuts is not None and not self.assembly.is_alone and not self.failed:
             self.foreign.bring()
 
     def _gather(self) -> dict[str, Tensor]:
         assert self.cuts is not None
-        with self.naming_peers("to put the weights together"):
-            return self._collectives.gather(self.cuts, self._plans.usual)
+        return self._collectives.gather(self.cuts, self._plans.usual)
 
     @contextmanager
     def writable(self) -> Iterator[None]:
@@ -805,17 +566,9 @@ class StagewiseSession:
 
     # ------------------------------------------------------------------ failures, the end
 
-    def fail(self, error: BaseException, todo: str = "") -> None:
-        """Tell the other ranks why this one fails, and what to do; communicate no more."""
-        if not self.failed:
-            self.failed = True
-            if self.transport is not None:
-                crew = self.transport.crew
-                crew.tell(words_of(error, crew.names, self.when, todo))
-
     @property
+    @override
     def when(self) -> str:
-        """Say where this worker is, as "in step 12"."""
         return self._when(-self._evaluations if self._evaluated else self.t)
 
     def _when(self, t: int) -> str:
@@ -823,46 +576,30 @@ class StagewiseSession:
 
     def _name(self, worker: int | None) -> str:
         assert self.transport is not None
-        assert worker is not None
         names = self.transport.crew.names
-        return names.of(names.rank_of(worker))
+        return names.of(names.rank_of(self.worker if worker is None else worker))
 
-    def close(self) -> None:
-        if self.failed and self.cuts is not None:
+    @override
+    def _settle(self) -> None:
+        if self.cuts is not None:
+            self._messages.settle()
+
+    @override
+    def _let_go(self) -> None:
+        if self.cuts is None:
+            return
+        if self.failed:
             self.ownership.give_up()
+        self._messages.close()
         if self.transport is not None:
+            self._line.close()
             if not self.failed:
-                with self.naming_peers("to finish"):
-                    if self.cuts is not None:
-                        self._messages.settle()
-                    self._collectives.meet()
-            if self.cuts is not None:
-                self._messages.close()
-                self._line.close()
-            self.transport.close()
-            if not self.failed:
-                self.transport.disconnect()
-
-    def naming_peers(self, what: str) -> AbstractContextManager[None]:
-        """Name the workers that do not come while the body waits for them."""
-        if self.transport is None:
-            return nullcontext()
-        return naming_peers(self.transport.crew, self.when, what)
+                self._collectives.close()
 
 
 def _shares_state(plan: Plan) -> bool:
     """Say whether replicas that do not update need the optimizer's state to predict."""
     return plan.axes.weights.looks_ahead and plan.replicas > 1
-
-
-def _updates(a: Action) -> bool:
-    return a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload is Payload.N)
-
-
-def _shared(actions: Sequence[Action]) -> list[Action]:
-    """Return what follows the sharing of the batch; only earlier steps have anything before."""
-    behind = [n + 1 for n, a in enumerate(actions) if a.payload is Payload.D]
-    return list(actions[max(behind, default=0) :])
 
 
 def _no_wait(pending: Any, action: Action) -> None:

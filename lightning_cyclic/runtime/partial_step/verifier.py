@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError, VerificationError
-from lightning_cyclic.runtime.agreement import gather_texts, gathered
 from lightning_cyclic.runtime.gradient_store import Gradients
 from lightning_cyclic.runtime.partial_step.evidence import (
     Difference,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.session import StagewiseSession
     from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 
+_TO_COMPARE = "to compare a step"
 _MOST_KINDS = 8  # of batches that look otherwise than those before, that are compared
 Expect = Callable[[Sequence["Outcome"], Sequence[int]], Mapping[str, Print]]
 
@@ -105,7 +105,8 @@ class Verifier:
             )
             self._left = 0
         # of several workers some would not know that a batch looks new to another
-        if session.group is None and session.plan is not None and session.plan.weights == "sync":
+        alone = session.assembly.is_alone
+        if alone and session.plan is not None and session.plan.weights == "sync":
             kind = signature(batch)
             if kind not in self._kinds and self._kinds and self._num_kinds < _MOST_KINDS:
                 wants, self._num_kinds = True, self._num_kinds + 1
@@ -169,6 +170,7 @@ class Verifier:
                 return None
         found = []
         for q, replica in enumerate(each):
+            # of its own, not by Batches.shares, which is among what is compared
             shares = shares_of([size for _, size in replica], replicas * accumulate)
             if session.config.scaled is not None:
                 shares = [session.config.scaled(session.t, share) for share in shares]
@@ -188,8 +190,7 @@ class Verifier:
                     mine[f"{k:06}"] = [list(tensors), json.dumps(facts), part.size]
             except StepError as error:
                 mine = {"error": str(error)}
-        with session.naming_peers("to compare a step"):
-            came = [dict(one) for one in gathered(mine, session.group) or () if one]
+        came = [one for one in session.assembly.collect(mine, _TO_COMPARE) or () if one]
         failed = next((one["error"] for one in came if "error" in one), None)
         if failed is not None:
             self._say_once(f"The first step is not compared with the plain one: {failed}")
@@ -201,10 +202,11 @@ class Verifier:
 
     # ------------------------------------------------------------------ within a step
 
-    def note_gradients(self, j: int, names: Sequence[str], grads: Gradients) -> None:
+    def note_gradients(self, j: int, grads: Gradients) -> None:
         """Note the sums of gradients of a stage, when they are whole."""
         if self.is_comparing:
-            self._gradients |= gradient_evidence(j, names, grads)
+            assert self._session.cuts is not None
+            self._gradients |= gradient_evidence(j, self._session.cuts.parameters[j], grads)
 
     def note_state(self) -> None:
         """Note what the module keeps, before hooks of an update change that."""
@@ -231,13 +233,12 @@ class Verifier:
         mine = notes.evidence()
         found = _of_reruns(mine, again.evidence())
         mine |= self._gradients | self._state
-        texts = [as_text(mine)]
-        if session.group is not None:
-            with session.naming_peers("to compare a step"):
-                texts = gather_texts(texts[0], session.group)
+        texts = session.assembly.share(as_text(mine), _TO_COMPARE)
         plain, self._plain = self._plain, None
         try:
-            self.num_compared += session.agree(lambda: self._check(plain, texts, told, found))
+            self.num_compared += session.assembly.ask_first(
+                lambda: self._check(plain, texts, told, found), _TO_COMPARE
+            )
         finally:
             session.ownership.kept, self._own = None, []
 

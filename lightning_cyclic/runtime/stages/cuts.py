@@ -67,6 +67,11 @@ class Cuts:
         return len(self.starts) + 1
 
     @property
+    def stage_of(self) -> dict[str, int]:
+        """Return name -> stage, of parameters."""
+        return {n: j for j, names in enumerate(self.parameters) for n in names}
+
+    @property
     def changing(self) -> dict[str, int]:
         """Return name -> stage, of parameters and of the buffers that the step changed."""
         return {

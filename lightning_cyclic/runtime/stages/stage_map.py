@@ -218,6 +218,11 @@ class StageMap:
         return {name: j for j, stage in enumerate(self.stages) for name in stage.parameters}
 
     @property
+    def starts(self) -> tuple[str, ...]:
+        """Return the paths of the modules that begin stages 1, 2, ..."""
+        return tuple(stage.start for stage in self.stages[1:])
+
+    @property
     def trained(self) -> tuple[tuple[str, ...], ...]:
         return tuple(
             tuple(n for n in stage.parameters if n not in self.untrained) for stage in self.stages

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -91,9 +92,6 @@ class AbstractTransport(ABC):
     def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
         """Begin to receive into ``data`` (uint8, 1-d); its content is valid after the wait."""
 
-    def hang_up(self) -> None:  # noqa: B027  # some have no connections
-        """Close all connections of this worker, so that nobody waits for it any longer."""
-
     def close(self) -> None:  # noqa: B027  # few run anything
         """Stop what the transport runs in the background; pending messages are dropped."""
 
@@ -111,10 +109,29 @@ _UNUSED_TAG = (1 << 31) - 1  # of no message
 
 @final
 class Line:
-    """Post messages on a process group, one thread at a time."""
+    """Have a process group, and post messages on it, one thread at a time.
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
+    Every rank of the default process group must make it at the same time.
+
+    Args:
+        limit_s: of every wait for another rank, in seconds.
+        backend: None for that of the default process group.
+        ranks: the members. [all ranks]
+        by_members: whether these alone make it.
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        backend: str | None = "gloo",
+        ranks: Sequence[int] | None = None,
+        *,
+        by_members: bool = False,
+    ) -> None:
+        members, limit = None if ranks is None else list(ranks), timedelta(seconds=limit_s)
+        self.group: Any = dist.new_group(
+            members, limit, backend, use_local_synchronization=by_members
+        )
         self._posting = threading.Lock()  # gloo does not promise that two threads may post at once
 
     def post(self, way: Way, data: Tensor, rank: int, tag: int) -> AbstractPending:
@@ -168,6 +185,8 @@ class Line:
         gloo cannot abort a wait, but one that times out closes every connection of its group;
         the default group stays as it is.
         """
+        if self.group is None:
+            return
         peer = (self.group.rank() + 1) % self.group.size()
         with contextlib.suppress(RuntimeError):  # which all may be closed
             if dist.get_backend(self.group) != "gloo":
@@ -288,10 +307,6 @@ class CountingTransport(AbstractTransport):
     @override
     def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
         return self._inner.irecv(ring, data, part)
-
-    @override
-    def hang_up(self) -> None:
-        self._inner.hang_up()
 
     @override
     def close(self) -> None:

@@ -11,16 +11,15 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan.actions import Lane
-from lightning_cyclic.runtime.agreement import gather_texts
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.transport.base import AbstractTransport, CountingTransport
-from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.edges import LateEdges
 from lightning_cyclic.runtime.transport.host_staged import HostStagedTransport
 from lightning_cyclic.runtime.transport.named import NamedTransport
@@ -36,37 +35,29 @@ _INSTEAD = (
 )
 
 
-class Links(NamedTuple):
-    """Hold what joins the workers of a training.
-
-    Args:
-        group: process group of all workers for what they agree on: gloo's, for tensors of the
-            host; it breaks when a worker fails.
-    """
-
-    transport: CountingTransport
-    group: Any
-
-
 def link(
-    route: Route, device: torch.device, crew: Crew, rank_of: Callable[[int], int] = lambda w: w
-) -> Links:
+    route: Route,
+    device: torch.device,
+    assembly: Assembly,
+    rank_of: Callable[[int], int] = lambda w: w,
+) -> CountingTransport:
     """Join all workers, which must call it at the same time.
 
     Args:
         route: what the user chose.
         device: of this worker.
-        crew: their ranks.
+        assembly: their ranks.
         rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
 
     Raises:
         ConfigurationError: on every worker, where its GPU does not go with the route.
     """
-    named = NamedTransport(Lane, crew, rank_of)
-    if dist.get_world_size() == 1:
+    assert assembly.crew is not None
+    named = NamedTransport(Lane, assembly.crew, rank_of)
+    if assembly.is_alone:
         route = "named"  # nothing travels
     elif device.type == "cuda":
-        devices = gather_texts(_identity(device), named.group)
+        devices = assembly.share(_identity(device), "to say which GPU each has")
         route = route_on_gpus(route, devices, has_nccl="cuda:nccl" in dist.get_backend_config())
     elif route == "auto":
         route = "named"
@@ -75,7 +66,7 @@ def link(
         made = LateEdges(named, device, "nccl" if device.type == "cuda" else "gloo")
     elif route == "host_staged":
         made = HostStagedTransport(named)
-    return Links(CountingTransport(made, route=route), named.group)
+    return CountingTransport(made, route=route)
 
 
 def route_on_gpus(route: Route, devices: Sequence[str], *, has_nccl: bool) -> Route:

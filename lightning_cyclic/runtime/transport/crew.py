@@ -96,8 +96,8 @@ class AbstractCrew(ABC):
         self.names = names
         self.timeout_s = timeout_s
         self.waits = ""  # for what this rank waits with all others
-        self.hang_up: Callable[[], None] = lambda: None
-        """Ends all waits of this rank, in any thread."""
+        self.hang_ups: list[Callable[[], None]] = []
+        """What ends all waits of this rank, in any thread."""
 
     @abstractmethod
     def failure(self) -> str | None:
@@ -113,6 +113,12 @@ class AbstractCrew(ABC):
 
     def close(self) -> None:  # noqa: B027  # only one with a store looks for words
         """Look for no words any more."""
+
+    def hang_up(self) -> None:
+        """End all waits of this rank."""
+        for hang_up in list(self.hang_ups):
+            with suppress(RuntimeError, ValueError):  # what is closed already
+                hang_up()
 
     def failed(self, what: str, rank: int | None = None, *, late: bool) -> CyclicError:
         """Return why a wait of this rank has failed: another one's words, or who does not come.
@@ -171,12 +177,12 @@ class Crew(AbstractCrew):
 
     def __init__(self, timeout_s: float) -> None:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        self._store = store = dist.distributed_c10d._get_default_store()
+        self.store = store = dist.distributed_c10d._get_default_store()
         # words of an earlier training that failed are no news: each has a key of its own
-        self._key = f"lightning_cyclic/crew/{store.add(f'lightning_cyclic/crews/{rank}', 1)}"
-        self._places = [f"{self._key}/at/{r}" for r in range(num_ranks)]
-        self._read = [f"{self._key}/read/{r}" for r in range(num_ranks)]
-        hosts = [f"{self._key}/host/{r}" for r in range(num_ranks)]
+        self.key = f"lightning_cyclic/crew/{store.add(f'lightning_cyclic/crews/{rank}', 1)}"
+        self._places = [f"{self.key}/at/{r}" for r in range(num_ranks)]
+        self._read = [f"{self.key}/read/{r}" for r in range(num_ranks)]
+        hosts = [f"{self.key}/host/{r}" for r in range(num_ranks)]
         store.set(hosts[rank], socket.gethostname())
         store.wait(hosts, timedelta(seconds=timeout_s))
         # at once, not when somebody is named: then the store may be gone
@@ -210,9 +216,9 @@ class Crew(AbstractCrew):
         self._closed.set()
 
     def _put(self, words: str) -> None:
-        found = self._store.compare_set(self._key, "", words).decode()
+        found = self.store.compare_set(self.key, "", words).decode()
         if found == _CALL:
-            found = self._store.compare_set(self._key, _CALL, words).decode()
+            found = self.store.compare_set(self.key, _CALL, words).decode()
         self._know(found)
 
     def _know(self, words: str) -> None:
@@ -220,10 +226,10 @@ class Crew(AbstractCrew):
         self._note_read()
 
     def _note_read(self) -> None:
-        self._store.set(self._read[self.names.rank], "")
+        self.store.set(self._read[self.names.rank], "")
 
     def _stay(self) -> None:
-        store, end = self._store, time.monotonic() + _READ_S
+        store, end = self.store, time.monotonic() + _READ_S
         while time.monotonic() < end:
             called = any(store.check([at]) for at in self._places)
             pairs = zip(self._places, self._read, strict=True)
@@ -235,12 +241,11 @@ class Crew(AbstractCrew):
     def _heed(self, words: str) -> None:
         if self._words is None:
             self._words = words
-            with suppress(RuntimeError, ValueError):  # what is closed already
-                self.hang_up()
+            self.hang_up()
 
     def _answers(self) -> dict[int, str]:
-        store, end = self._store, time.monotonic() + _ANSWER_S
-        if (words := store.compare_set(self._key, "", _CALL).decode()) != _CALL:
+        store, end = self.store, time.monotonic() + _ANSWER_S
+        if (words := store.compare_set(self.key, "", _CALL).decode()) != _CALL:
             self._know(words)
             return {}
         while not store.check(self._places) and time.monotonic() < end:
@@ -252,12 +257,12 @@ class Crew(AbstractCrew):
         answered = False
         while self._words is None and not self._closed.wait(_POLL_S):
             try:
-                if not self._store.check([self._key]):
+                if not self.store.check([self.key]):
                     continue
-                if (words := self._store.get(self._key).decode()) != _CALL:
+                if (words := self.store.get(self.key).decode()) != _CALL:
                     self._know(words)
                 elif not answered:
-                    self._store.set(self._places[self.names.rank], self.waits)
+                    self.store.set(self._places[self.names.rank], self.waits)
                     answered = True
             except RuntimeError:  # it knows no words yet, or they are heeded already
                 if is_in_agent():  # all ranks may be alive, and stop behind the same step
@@ -289,36 +294,7 @@ def is_in_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-# ---------------------------------------------------------------------- waits for all ranks
-
-
-@contextmanager
-def naming_peers(
-    crew: AbstractCrew, when: str, what: str, peer: int | None = None
-) -> Iterator[None]:
-    """Run the body, in which a rank waits for others; name them if they do not come.
-
-    Args:
-        crew: whose ranks they are.
-        when: it waits, as "in step 12".
-        what: they were to do, as "to finish".
-        peer: the worker that is waited for. [all ranks, which all run the body]
-
-    Raises:
-        WaitTimeoutError: they did not come in time.
-        PeerError: the connection is gone, or another rank has failed.
-    """
-    before = crew.waits
-    crew.waits = what if peer is None else before
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, CyclicError) or not _is_of_groups(error):
-            raise
-        rank = None if peer is None else crew.names.rank_of(peer)
-        raise crew.failed(f"{what}, {when}", rank, late=is_late(str(error))) from None
-    finally:
-        crew.waits = before
+# ---------------------------------------------------------------------- the start
 
 
 @contextmanager
@@ -331,7 +307,7 @@ def naming_start(rank: int, num_ranks: int, limit_s: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _is_of_groups(error):
+        if not is_of_groups(error):
             raise
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         them = "all other ranks" if rank == 0 else f"rank 0 at {where}"
@@ -377,7 +353,7 @@ def is_late(text: str) -> bool:
     return "timed out" in text.lower() or "timeout" in text.lower()
 
 
-def _is_of_groups(error: RuntimeError) -> bool:
+def is_of_groups(error: RuntimeError) -> bool:
     """Say whether an error came from torch.distributed, and not from code of the user's."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in text for word in _OF_GROUPS)

@@ -64,7 +64,8 @@ class EdgeTransport(AbstractTransport):
         with own_error_handling() if backend == "nccl" else nullcontext():
             self._lines = dict(self._connect(channels, backend))
         if backend == "nccl":
-            self._streams = ChannelStreams(self._lines, device, self.crew, self.hang_up)
+            self._streams = ChannelStreams(self._lines, device, self.crew, self._hang_up)
+        self.crew.hang_ups.append(self._hang_up)
         self._warm_up()
 
     @property
@@ -88,12 +89,11 @@ class EdgeTransport(AbstractTransport):
 
     @override
     def disconnect(self) -> None:
+        self.crew.hang_ups.remove(self._hang_up)
         for line in self._lines.values():  # in one order for all workers
             line.disconnect()
-        self._lines.clear()
 
-    @override
-    def hang_up(self) -> None:
+    def _hang_up(self) -> None:
         if self._streams is not None:  # what is aborted looks as if it had run
             self._streams.fail(ConnectionError("another rank has failed"))
         for line in self._lines.values():
@@ -103,15 +103,14 @@ class EdgeTransport(AbstractTransport):
         self, channels: Sequence[Channel], backend: Backend
     ) -> Iterator[tuple[Channel, Line]]:
         """Make the groups of all channels, which takes all workers, and yield this worker's."""
-        limit = timedelta(seconds=self.crew.timeout_s)
         for channel in channels:
             if not channel.is_control:
                 ranks = list(map(self.crew.names.rank_of, channel[:2]))
-                group = dist.new_group(ranks, timeout=limit, backend=backend)
+                line = Line(self.crew.timeout_s, backend, ranks)
                 if self.worker in (channel.source, channel.target):
                     if backend == "nccl":  # whose limits ChannelStreams keeps from now on
-                        _set_timeout(_NEVER, group)
-                    yield channel, Line(group)
+                        _set_timeout(_NEVER, line.group)
+                    yield channel, line
 
     def _warm_up(self) -> None:
         """Send one byte on every channel: the first contact of two blocks both their hosts.
@@ -152,7 +151,6 @@ class LateEdges(AbstractTransport):
         self._device = device
         self._backend = backend
         self._made: list[EdgeTransport] = []
-        self.crew.hang_up = self.hang_up
 
     @override
     def connect(self, program: Program) -> EdgeTransport:
@@ -167,12 +165,6 @@ class LateEdges(AbstractTransport):
     @override
     def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
         return self._control.irecv(ring, data, part)
-
-    @override
-    def hang_up(self) -> None:
-        self._control.hang_up()
-        for made in self._made:
-            made.hang_up()
 
     @override
     def close(self) -> None:

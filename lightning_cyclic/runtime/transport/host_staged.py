@@ -64,10 +64,6 @@ class HostStagedTransport(AbstractTransport):
         return _Received(self._inner.irecv(ring, host, part), copies, host, data)
 
     @override
-    def hang_up(self) -> None:
-        self._inner.hang_up()
-
-    @override
     def close(self) -> None:
         self._sender.shutdown(wait=False, cancel_futures=True)
         self._inner.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from itertools import product
 from typing import NamedTuple, final
 
@@ -53,15 +52,12 @@ class NamedTransport(AbstractTransport):
         rank_of: Callable[[int], int] = lambda w: w,
     ) -> None:
         super().__init__(rank_of(dist.get_rank()), dist.get_world_size(), crew)
-        limit = timedelta(seconds=crew.timeout_s)
         self._lines = {
-            (lane, is_upward): Line(dist.new_group(timeout=limit, backend="gloo"))
+            (lane, is_upward): Line(crew.timeout_s)
             for lane, is_upward in product(sorted(set(lanes)), (True, False))  # in one order
         }
-        self.group = next(iter(self._lines.values())).group
-        """A group of all workers that breaks when one of them fails."""
         crew.names.rank_of = rank_of
-        crew.hang_up = self.hang_up
+        crew.hang_ups.append(self._hang_up)
         self._addresses: dict[tuple[Ring, Part], _Address] = {}
 
     @override
@@ -88,17 +84,15 @@ class NamedTransport(AbstractTransport):
         return to.line.post(way, data, to.rank, to.tag)
 
     @override
-    def hang_up(self) -> None:
-        for line in list(self._lines.values()):
-            line.hang_up()
-
-    @override
     def disconnect(self) -> None:
+        self.crew.hang_ups.remove(self._hang_up)
         self._addresses.clear()
-        for key, line in list(self._lines.items()):
-            if line.group is not self.group:  # over which checkpoints behind a fit are gathered
-                del self._lines[key]
-                line.disconnect()
+        for line in self._lines.values():
+            line.disconnect()
+
+    def _hang_up(self) -> None:
+        for line in self._lines.values():
+            line.hang_up()
 
 
 def tag_of(ring: Ring, part: Part) -> int:

@@ -7,7 +7,6 @@ take notes on the way. Then the workers agree on the stages and the backwards go
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.agreement import describe_batch, gather_texts, require_same_lines
+from lightning_cyclic.runtime.agreement import describe_batch, require_same_lines
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.buffers import Layout
 from lightning_cyclic.runtime.stages.stage_map import Profile, Recorder, Unit
 
@@ -32,10 +32,10 @@ class FirstStep:
     """
 
     def __init__(
-        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], group: Any
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], assembly: Assembly
     ) -> None:
         self._module = module
-        self._group = group
+        self._assembly = assembly
         self._recorder = Recorder(module, dict(parameters))
         self._batch = ""
         self._profile: Profile | None = None
@@ -57,18 +57,20 @@ class FirstStep:
 
     def receive(self) -> None:
         """Take in all buffers as the worker before this one left them."""
-        if dist.get_rank() > 0 and self._buffers():
+        ranks = self._assembly
+        if ranks.rank > 0 and self._buffers():
             buffer = self._layout.new()
-            dist.recv(buffer.data, dist.get_rank() - 1, group=self._group)
+            dist.recv(buffer.data, ranks.rank - 1, group=ranks.group)
             for own, view in zip(self._buffers(), buffer.tensors, strict=True):
                 own.copy_(view)
 
     def send(self) -> None:
         """Hand all buffers to the worker behind this one."""
-        if dist.get_rank() < dist.get_world_size() - 1 and self._buffers():
+        ranks = self._assembly
+        if ranks.rank < ranks.num_ranks - 1 and self._buffers():
             buffer = self._layout.new()
             buffer.write(self._buffers())
-            dist.send(buffer.data, dist.get_rank() + 1, group=self._group)
+            dist.send(buffer.data, ranks.rank + 1, group=ranks.group)
 
     def agree(self) -> Profile:
         """Return the profile that all workers share.
@@ -77,8 +79,7 @@ class FirstStep:
             StepError: on every worker, if batches differ.
         """
         mine = self._profile or self._recorder.profile()
-        facts = gather_texts(json.dumps([self._batch, _as_data(mine)]), self._group)
-        both = [json.loads(text) for text in facts]
+        both = self._assembly.share((self._batch, asdict(mine)), "to agree on the stages")
         require_same_lines(
             "the data of their first batch",
             [batch for batch, _ in both],
@@ -109,10 +110,6 @@ class FirstStep:
 
     def _buffers(self) -> list[torch.Tensor]:
         return [b.detach() for _, b in self._module.named_buffers()]
-
-
-def _as_data(profile: Profile) -> dict[str, Any]:
-    return asdict(profile)
 
 
 def _shared(everyone: Sequence[Mapping[str, Any]]) -> Profile:

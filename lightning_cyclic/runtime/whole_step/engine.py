@@ -15,16 +15,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan, program_of
-from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
+from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
-from lightning_cyclic.plan.passes.messages import is_for_one_use
+from lightning_cyclic.plan.passes.updates import is_of_update, needs_older, up_to_call
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.failure_words import Waiter
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
@@ -94,6 +93,7 @@ class Engine:
         forms: WeightForms = ALL,
         sums: SumDtypes = AS_MADE,
         watch: WeightWatch | None = None,
+        flight: FlightRecorder | None = None,
     ) -> None:
         self.plan = plan
         self.stages = stages
@@ -102,6 +102,7 @@ class Engine:
         self._w = transport.worker
         self._update = update
         self._paced, self._aside, self._watch = paced, aside, watch or WeightWatch(self._w)
+        self._flight = flight or FlightRecorder()
         self._words = Words()
         self._flushed_at = self._starts_at = self.t
         self._ended = self.t - 1  # the last step that a flush has ended
@@ -140,11 +141,11 @@ class Engine:
             self.shards = self._exchange.shards = Shards(
                 module, stages, self.stores, plan.owner, self._w, self._bring
             )
-        hooks, lanes = _Hooks(self._enter), waiting_lanes(plan, self._w)
+        hooks, lanes = _Hooks(self._enter), program_of(plan).waiting_lanes(self._w)
         # what the main thread waits for has less, and says more
         self._worker = Worker(
-            program_of(plan).flow(self._w), self._messages, hooks, self._exchange, hooks, lanes,
-            lambda: transport.crew.timeout_s * 1.1 + 1,
+            program_of(plan).flow(self._w), self._messages, hooks, self._exchange, hooks,
+            self._flight, lanes, lambda: transport.crew.timeout_s * 1.1 + 1,
         )  # fmt: skip
         for j in range(plan.num_stages):
             for payload, layout in self._exchange.layouts(j).items():
@@ -159,10 +160,6 @@ class Engine:
             self._w,
             self._lasting(),
         )
-
-    @property
-    def flight(self) -> FlightRecorder:
-        return self._worker.flight
 
     def note_outcomes(self, outcomes: Outcomes) -> None:
         """Note from now on how updates came out, of all versions that are made or read here."""
@@ -294,7 +291,7 @@ class Engine:
             return {}
         ends = dict.fromkeys(self.owned, 0)
         for n, a in enumerate(self._actions, start=1):
-            if a.j in ends and _needs_older(a, self.t):
+            if a.j in ends and needs_older(a, self.t):
                 ends[a.j] = n
         return ends
 
@@ -309,7 +306,7 @@ class Engine:
         while not is_there and self._at < len(self._actions):
             end = self._at
             for a in self._actions[end:]:
-                if _is_of_update(a):
+                if is_of_update(a):
                     break
                 is_there = a.kind is kind and a.j == j
                 end += through or not is_there
@@ -324,7 +321,7 @@ class Engine:
         """Do what follows and needs nothing of the step, nor of its hyper-parameters."""
         end = self._at
         for a in self._actions[end:]:
-            if a.kind is Kind.F or a.kind is Kind.B or _is_of_update(a):
+            if a.kind is Kind.F or a.kind is Kind.B or is_of_update(a):
                 break
             end += 1
         self._run_before(end)
@@ -385,7 +382,7 @@ class Engine:
     def _make_versions(self) -> None:
         """Make new versions, of all stages that are due at this place or of the first of them."""
         t = self._actions[self._at].t
-        due = up_to_updates(self._actions[self._at :], t, apart=self.plan.updates_apart)
+        due = up_to_call(self._actions[self._at :], t, apart=self.plan.updates_apart)
         self._at += len(due)
         self._told = [a for a in due if a.kind is Kind.SEND]
         self._worker.run(a for a in due if a.kind is Kind.RECV)
@@ -397,7 +394,7 @@ class Engine:
             for j in stages:
                 self.stores[j].end_update(t + 1)
         self._tell_norms()
-        self.flight.note(updates)
+        self._flight.note(updates)
         for j, total in totals.items():
             for p in self._parameters[j]:
                 p.grad = None
@@ -551,7 +548,6 @@ class Engine:
         self._worker.close()
         self._messages.close()
         self._line.close()
-        self.transport.close()
 
 
 @final
@@ -569,43 +565,3 @@ class _Hooks:
 
     def tell(self, a: Action) -> None:
         """Have been told by the step itself."""
-
-
-def waiting_lanes(plan: Plan, worker: int) -> frozenset[Lane]:
-    """List the lanes of a worker on which something waits for other workers."""
-    flow = program_of(plan).flow(worker)
-    steady = program_of(plan).step(worker, program_of(plan).steady)
-    come = {(flow(a).makes[0][0], a.j) for a in steady if a.kind is Kind.RECV}
-    return frozenset(
-        a.lane
-        for a in steady
-        if a.lane
-        and not is_for_one_use(a)
-        and any((item[0], a.j) in come for item in flow(a).reads)
-    )
-
-
-def up_to_updates(actions: Sequence[Action], t: int, *, apart: bool) -> Sequence[Action]:
-    """Return the first actions, up to the last update of one call of the optimizer.
-
-    Apart, each update is a call of its own.
-
-    Receives of a step that others have begun may be posted among them, which block nobody.
-    """
-    near = list(
-        takewhile(lambda a: a.kind is Kind.RECV or (_is_of_update(a) and a.t == t), actions)
-    )
-    last = (min if apart else max)(n for n, a in enumerate(near) if a.kind is Kind.UPDATE)
-    return near[: last + 1]
-
-
-def _needs_older(a: Action, t: int) -> bool:
-    """Say whether an action of step t needs a version before that of the step, or its place."""
-    if a.kind is Kind.UPDATE:
-        return a.v == t
-    is_use = a.kind in (Kind.F, Kind.B) or (a.kind is Kind.SEND and a.payload is Payload.P)
-    return is_use and a.v is not None and a.v < t
-
-
-def _is_of_update(a: Action) -> bool:
-    return a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload is Payload.N)

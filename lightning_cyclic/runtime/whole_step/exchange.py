@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -147,11 +147,13 @@ class Exchange:
 
     def give(self, a: Action) -> Message:
         assert a.payload is not None
-        return _GIVES[a.payload](self, a)
+        give, _ = _WAYS[a.payload]
+        return give(self, a)
 
     def take(self, a: Action, message: Message) -> None:
         assert a.payload is not None
-        _TAKES[a.payload](self, a, message)
+        _, take = _WAYS[a.payload]
+        take(self, a, message)
 
     def _give_sum(self, a: Action) -> Message:
         assert a.payload is not None
@@ -237,25 +239,17 @@ def _sum_of(message: Message) -> Sum:
     return Sum(grads, message.word, message.buffer)
 
 
-_GIVES: dict[Payload, Callable[[Exchange, Action], Message]] = {
-    Payload.S: Exchange._give_sum,
-    Payload.T: Exchange._give_sum,
-    Payload.H: Exchange._give_sum,
-    Payload.P: Exchange._give_parameters,
-    Payload.R: Exchange._give_buffers,
-    Payload.C: Exchange._give_buffers,
-    Payload.N: Exchange._give_norms,
-    Payload.K: Exchange._give_start,
-}
-_TAKES: dict[Payload, Callable[[Exchange, Action, Message], None]] = {
-    Payload.S: Exchange._take_sum,
-    Payload.T: Exchange._take_sum,
-    Payload.H: Exchange._take_gradients,
-    Payload.P: Exchange._take_parameters,
-    Payload.R: Exchange._take_buffers,
-    Payload.C: Exchange._take_buffers,
-    Payload.N: Exchange._take_norms,
-    Payload.K: Exchange._take_start,
+_Give: TypeAlias = Callable[[Exchange, Action], Message]
+_Take: TypeAlias = Callable[[Exchange, Action, Message], None]
+_WAYS: dict[Payload, tuple[_Give, _Take]] = {
+    Payload.S: (Exchange._give_sum, Exchange._take_sum),
+    Payload.T: (Exchange._give_sum, Exchange._take_sum),
+    Payload.H: (Exchange._give_sum, Exchange._take_gradients),
+    Payload.P: (Exchange._give_parameters, Exchange._take_parameters),
+    Payload.R: (Exchange._give_buffers, Exchange._take_buffers),
+    Payload.C: (Exchange._give_buffers, Exchange._take_buffers),
+    Payload.N: (Exchange._give_norms, Exchange._take_norms),
+    Payload.K: (Exchange._give_start, Exchange._take_start),
 }
 
 

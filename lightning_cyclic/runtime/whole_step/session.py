@@ -15,32 +15,25 @@ from functools import partial
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from typing_extensions import override
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.absent import is_absent, make_present, num_bytes_of
-from lightning_cyclic.runtime.failure_words import words_of
-from lightning_cyclic.runtime.flight_recorder import FlightRecorder
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.gradient_store import AS_MADE, SumDtypes
-from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.meta import lending
+from lightning_cyclic.runtime.session import AbstractSession
 from lightning_cyclic.runtime.stages.stage_map import Profile, StageMap, make_stages
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
-from lightning_cyclic.runtime.transport.crew import Crew, naming_peers
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
-from lightning_cyclic.runtime.weight_watch import (
-    StillBuffers,
-    Weights,
-    WeightWatch,
-    changed_within,
-)
+from lightning_cyclic.runtime.weight_watch import Weights, changed_within
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
@@ -58,7 +51,7 @@ class SessionConfig:
             rounds) -> plan.
         stages: "auto", a number, or module paths that begin stages 1, 2, ...
         seed: key of the randomness inside training steps.
-        crew: the ranks of all workers, and the limit of every wait.
+        assembly: all ranks.
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
         paced: whether workers that start together are brought into the timetable's stagger.
         accumulates: whether a step may have several batches in one round of the plan, of which
@@ -73,7 +66,7 @@ class SessionConfig:
     make_plan: Callable[[int, tuple[int, ...], tuple[int, ...], int], Plan]
     stages: int | str | Sequence[str]
     seed: int
-    crew: Crew
+    assembly: Assembly
     route: Route = "auto"
     relay_buffers: str = "auto"
     paced: bool = True
@@ -100,7 +93,7 @@ def auto_stages(num_workers: int, num_bytes: int) -> int:
 
 
 @final
-class Session:
+class Session(AbstractSession):
     """Train one worker's replica.
 
     Args:
@@ -117,27 +110,21 @@ class Session:
         device: torch.device,
         update: Update,
     ) -> None:
-        self._module = module
+        super().__init__(module, config.assembly, worker, worker, device, _not_relayed)
         self._trained = dict(parameters)
         self._config = config
         self._probe = config.make_plan(1, (), (), 1)  # what does not depend on the stages
-        self._worker = worker
-        self._device = device
         self._update = update
         self._seed = config.seed
         self.stop_requested = False
         self._batches = 0  # of the step under way
         self._rounds = 1  # of the plan
-        self.failed = False
-        self._losses = LateValues()
-        self._still = StillBuffers(module, (), worker, _not_relayed)
-        self._watch = WeightWatch(worker, buffer_changed=_not_relayed)
         self._weights: Sequence[Weights] = ()  # by stage, when they are known, and the rest
         self.engine: Engine | None = None
         self.stages: StageMap | None = None
         # made here, by all workers at once, so that a failure in the first step has a board
         self.transport = self._new_transport()
-        self._first: FirstStep | None = FirstStep(module, parameters, self.group)
+        self._first: FirstStep | None = FirstStep(module, parameters, self.assembly)
         # stages that are chosen in the first step are not known in it: it draws as one stage
         named = () if isinstance(config.stages, int | str) else config.stages
         self._draws = KeyedDraws(module, named, device)
@@ -151,21 +138,19 @@ class Session:
         return self.engine.t if self.engine else 0
 
     @property
+    @override
     def plan(self) -> Plan | None:
-        """Return the plan with the stages that were found; None before they are."""
         return self.engine.plan if self.engine is not None else None
 
     @property
-    def flight(self) -> FlightRecorder | None:
-        return self.engine.flight if self.engine is not None else None
-
-    @property
+    @override
     def stage_of(self) -> dict[str, int] | None:
         return self.stages.stage_of if self.stages is not None else None
 
     @property
-    def starts(self) -> list[str] | None:
-        return None if self.stages is None else [s.start for s in self.stages.stages[1:]]
+    @override
+    def starts(self) -> tuple[str, ...] | None:
+        return None if self.stages is None else self.stages.starts
 
     @property
     def is_between_steps(self) -> bool:
@@ -178,22 +163,24 @@ class Session:
         return self._batches
 
     @property
+    @override
     def with_state(self) -> list[nn.Parameter]:
-        """Return the parameters that this worker has optimizer state for: those it updates."""
+        # what it updates
         engine = self.engine
         if engine is None:
             return []
         weights = (p for j in engine.owned for p in engine.stores[j].parameters)
         return list(map(self._config.forms.trained, weights))
 
+    @override
     def named(self) -> dict[str, nn.Parameter]:
-        return dict(self._module.named_parameters())
+        return dict(self.module.named_parameters())
 
     @property
     def runs_together(self) -> bool:
         """Say whether all workers run a step's code at once, and none waits for another in it."""
         plan = self.plan or self._probe
-        has_buffers = next(self._module.buffers(), None) is not None  # handed on in step 0
+        has_buffers = next(self.module.buffers(), None) is not None  # handed on in step 0
         hands_on = has_buffers if self.plan is None else bool(plan.relayed)
         return plan.weights == "sync" and not (plan.axes.sharding.gathers or hands_on)
 
@@ -228,11 +215,11 @@ class Session:
             first.note()
             return outputs
 
-        draws = self._draws.keyed(self._seed, self.t, self._worker)
-        with draws, lending(self._module):
-            seen = survey(self._module, noted)  # which puts back what the step changes
+        draws = self._draws.keyed(self._seed, self.t, self.worker)
+        with draws, lending(self.module):
+            seen = survey(self.module, noted)  # which puts back what the step changes
         if seen.written and self._probe.num_workers > 1:
-            raise changed_within(seen.written[0].name, self._worker, self.t)
+            raise changed_within(seen.written[0].name, self.worker, self.t)
         self._start(self._find(), None)
         self._first = None
 
@@ -257,7 +244,7 @@ class Session:
             ends: whether it is this worker's last batch of the epoch.
         """
         first = self._batches == 0
-        key = self._worker + (self._batches << 32)  # the micro-batch, and which of its batches
+        key = self.worker + (self._batches << 32)  # the micro-batch, and which of its batches
         self._batches = 0 if last else self._batches + 1
         if first:
             self._begin_watch()
@@ -301,10 +288,11 @@ class Session:
 
     # ------------------------------------------------------------------ between steps
 
+    @override
     def flush(self, *, whole: bool = True) -> None:
         """Finish updates in flight; do nothing behind a failure, when peers may be gone."""
         if self.engine is not None and not self.failed:
-            self._losses.settle()
+            self.losses.settle()
             if not self.engine.is_flushed:
                 self._begin_watch()
             self.engine.flush(whole=whole and not self.is_apart)
@@ -314,25 +302,24 @@ class Session:
     def is_flushed(self) -> bool:
         return self.engine is None or self.engine.is_flushed
 
+    @override
     def own_names(self) -> set[str]:
-        """Return the names of the parameters and buffers that this worker writes.
-
-        They are of the stages that it updates; what belongs to none is worker 0's.
-        """
+        # what belongs to no stage is worker 0's
         assert self.engine is not None
         assert self.stages is not None
         own = {n for j in self.engine.owned for n in self.stages.stages[j].parameters}
-        if self._worker != 0:
+        if self.worker != 0:
             return own
-        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
         return own | ({n for n, _ in named} - self.stages.stage_of.keys())
 
+    @override
     def state(self) -> dict[str, Any] | None:
         if self.engine is None or self.stages is None or self.failed:
             return None
         state = self.engine.state()
         # with parameters sharded each has those of its own stages; else all have all
-        writes = self._worker == 0 or self.engine.plan.axes.sharding.gathers
+        writes = self.worker == 0 or self.engine.plan.axes.sharding.gathers
         return {
             "stages": self.stages.as_data(),
             "t": state.t,
@@ -340,16 +327,8 @@ class Session:
             "seed": self._seed,
         }
 
+    @override
     def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
-        """Go on from weights that were loaded, and from what :meth:`state` returned beside them.
-
-        Args:
-            saved: None for weights alone.
-            fits: whether it is of the plan of this run, so that the stages are known.
-
-        Returns:
-            Whether training goes on with the same bits.
-        """
         if saved is None or not fits:
             self._restart()
             return False
@@ -372,7 +351,7 @@ class Session:
         """
         if self.stages is None or self.engine is None or self.failed:
             self._trained = dict(trained)
-            self._first = FirstStep(self._module, trained, self.group)
+            self._first = FirstStep(self.module, trained, self.assembly)
             return
         self._trained |= trained
         state = self.engine.state()
@@ -381,7 +360,7 @@ class Session:
 
     def _normalising(self) -> Iterator[tuple[str, str]]:
         """List the statistics of normalising modules that training changes from now on."""
-        for path, m in self._module.named_modules():
+        for path, m in self.module.named_modules():
             if isinstance(m, _NormBase) and m.training and m.track_running_stats:
                 yield from ((path, f"{path}.{name}") for name, _ in m.named_buffers())
 
@@ -399,31 +378,20 @@ class Session:
         if self.engine is not None:
             self.engine.request_stop()
 
-    def fail(self, error: BaseException, todo: str = "") -> None:
-        """Tell the other ranks why this one fails, and what to do; communicate no more."""
-        if not self.failed:
-            self.failed = True
-            self._watch.stop()
-            crew = self.transport.crew
-            crew.tell(words_of(error, crew.names, self.when, todo))
-
     @property
+    @override
     def when(self) -> str:
-        """Say where this worker is, as "in step 12"."""
         return f"in step {self.t}"
 
-    def close(self) -> None:
-        if not self.failed:
-            with self.naming_peers("to finish"):
-                dist.barrier(group=self.group)
+    @override
+    def _settle(self) -> None:
+        """Have sent what a flush has waited for."""
+
+    @override
+    def _let_go(self) -> None:
         self._draws.remove()
-        self._watch.stop()
         if self.engine is not None:
             self.engine.close()
-        else:
-            self.transport.close()
-        if not self.failed:
-            self.transport.disconnect()
 
     # ------------------------------------------------------------------ beginning
 
@@ -431,12 +399,12 @@ class Session:
     def _first_forward(self, batch: Any, *, first: bool, last: bool) -> Iterator[None]:
         assert self._first is not None
         if first:
-            with self.naming_peers("to send the buffers of the module", self._worker - 1):
+            with self.assembly.waiting("to send the buffers of the module", self.worker - 1):
                 self._first.receive()
         with self._first.forward(batch, first=first):
             yield
         if last:
-            with self.naming_peers("to take the buffers of the module", self._worker + 1):
+            with self.assembly.waiting("to take the buffers of the module", self.worker + 1):
                 self._first.send()
 
     def _begin_watch(self) -> None:
@@ -447,10 +415,6 @@ class Session:
         if not groups:  # the stages are not known yet
             groups = [{n: p for n, p in self.named().items() if not is_lazy(p)}]
         self._watch.begin(self.t, [*groups, self._still.tensors])
-
-    def naming_peers(self, what: str, peer: int | None = None) -> AbstractContextManager[None]:
-        """Name the ranks that do not come while the body waits for them: one, or all."""
-        return naming_peers(self.transport.crew, self.when, what, peer)
 
     def _begin(self) -> None:
         self._watch.end()  # before others are waited for
@@ -463,8 +427,7 @@ class Session:
 
     def _find(self) -> StageMap:
         assert self._first is not None
-        with self.naming_peers("to agree on the stages"):
-            profile = self._first.agree()
+        profile = self._first.agree()
         stages = self._make_stages(profile)
         self._first.check_order(stages.stage_of)
         return stages
@@ -472,7 +435,7 @@ class Session:
     def _draw_by_stages(self) -> None:
         self._has_first_draws = False
         self._draws.remove()
-        self._draws = KeyedDraws(self._module, self.starts or (), self._device)
+        self._draws = KeyedDraws(self.module, self.starts or (), self.device)
 
     def _make_stages(self, profile: Profile) -> StageMap:
         plan, stages = self._probe, self._config.stages
@@ -486,7 +449,7 @@ class Session:
         assert not isinstance(stages, str)
         if self._config.relay_buffers == "all":
             everywhere = (0, len(profile.units) - 1)
-            names = [name for name, _ in self._module.named_buffers()]
+            names = [name for name, _ in self.module.named_buffers()]
             everything = {name: profile.buffers.get(name, everywhere) for name in names}
             profile = replace(profile, buffers=everything)
         return make_stages(profile, sizes, stages)
@@ -504,19 +467,12 @@ class Session:
             self._draw_by_stages()
         if self.is_apart:
             self._take_own(plan)
+        assert self.transport is not None
         self.engine = Engine(
-            self._module,
-            plan,
-            stages,
-            self.transport,
-            self._update,
-            state,
-            paced=self._config.paced,
-            aside=self._aside,
-            forms=self._config.forms,
-            sums=self._config.sums,
-            watch=self._watch,
-        )
+            self.module, plan, stages, self.transport, self._update, state,
+            paced=self._config.paced, aside=self._aside, forms=self._config.forms,
+            sums=self._config.sums, watch=self._watch, flight=self.flight,
+        )  # fmt: skip
         named = self.named()
         rest = {n: p for n, p in named.items() if n not in stages.stage_of}
         self._weights = [{n: named[n] for n in s.parameters} for s in stages.stages] + [rest]
@@ -525,8 +481,8 @@ class Session:
         if self.stop_requested:
             self.engine.request_stop()
         relayed = {name for stage in stages.stages for name in stage.buffers}
-        names = [name for name, _ in self._module.named_buffers() if name not in relayed]
-        self._still = StillBuffers(self._module, names, self._worker, _not_relayed)
+        names = [name for name, _ in self.module.named_buffers() if name not in relayed]
+        self._still = self._still_buffers(names)
 
     def _make_plan(self) -> Plan:
         assert self.stages is not None
@@ -544,21 +500,20 @@ class Session:
     def _take_own(self, plan: Plan) -> None:
         assert self.stages is not None
         stage_of = self.stages.stage_of
-        named = self._module.named_parameters()
-        own = [p for n, p in named if n not in stage_of or plan.owner(stage_of[n]) == self._worker]
+        named = self.module.named_parameters()
+        own = [p for n, p in named if n not in stage_of or plan.owner(stage_of[n]) == self.worker]
         self._check_fits(sum(map(num_bytes_of, own)))
         make_present(*own)
         for p in own:  # others expect it so
             p.data = p.data.contiguous()
-        with self.naming_peers("to have the weights of its stages"):
-            dist.barrier(group=self.group)
+        self.assembly.meet("to have the weights of its stages")
 
     def _check_fits(self, num_bytes: int) -> None:
         """Refuse to have more for good than this worker may have."""
         limit = self._config.memory_limit_bytes
         if limit is not None and num_bytes > limit:
             raise StepError(
-                f"rank {self._worker} is to keep parameters of {num_bytes} bytes, its own stages "
+                f"rank {self.worker} is to keep parameters of {num_bytes} bytes, its own stages "
                 f"and what is not trained, but memory_limit_bytes={limit}; allowed: parts that "
                 "fit; use more ranks, other stages, stages=..., or raise "
                 "memory_limit_bytes"
@@ -569,33 +524,32 @@ class Session:
     def _check_loss(self, loss: Tensor) -> None:
         if not loss.requires_grad:
             raise StepError(
-                f"training_step of rank {self._worker} returned a loss without a graph "
+                f"training_step of rank {self.worker} returned a loss without a graph "
                 f"(step {self.t}); allowed: a tensor that depends on trained parameters; "
                 "do not detach it, and do not compute it under torch.no_grad()"
             )
         if self._config.outcomes is None:
-            self._losses.put(loss, partial(self._check_finite, self.t))
+            self.losses.put(loss, partial(self._check_finite, self.t))
 
     def _check_finite(self, t: int, loss: float) -> None:
         if not math.isfinite(loss):
             raise StepError(
-                f"the loss of rank {self._worker} is {loss} in step {t}; "
+                f"the loss of rank {self.worker} is {loss} in step {t}; "
                 "allowed: a finite loss, since every worker would train on the result; lower the "
                 "learning rate, clip gradients, or look for the batch with "
                 "Trainer(detect_anomaly=True)"
             )
 
     def _new_transport(self) -> CountingTransport:
-        links = link(self._config.route, self._device, self._config.crew)
-        self.group = links.group
-        return links.transport
+        return link(self._config.route, self.device, self.assembly)
 
     def _replace_transport(self) -> None:
         """Take another transport, behind the making of which no worker needs the old one's."""
-        old, group = self.transport, self.group
+        old = self.transport
+        assert old is not None
+        old.close()
         self.transport = self._new_transport()
         old.disconnect()
-        dist.destroy_process_group(group)
 
 
 def _not_relayed(name: str, rank: int, t: int) -> StepError:

@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.partial_step.collectives import Collectives
+from lightning_cyclic.runtime.transport.crew import Crew
 from tests.harness import processes
 from tests.harness.processes import here
 from tests.runtime.transport.rings import join
@@ -19,8 +21,9 @@ def reduced(replicas: int, size: int) -> float:
     # as Lightning's DDPStrategy leaves it, with accelerator="gpu" over gloo, too
     group = dist.distributed_c10d._get_default_group()
     group.bound_device_id = torch.device("cuda:0")
-    made = Collectives(nn.Linear(1, 1), replicas, size, dist.group.WORLD)
+    made = Collectives(nn.Linear(1, 1), replicas, size, Assembly(Crew(20.0)))
     found = float(made.reduce(torch.tensor(10.0 ** here().rank), "sum"))
+    made.close()
     group.bound_device_id = None
     dist.barrier()  # rank 0 has the store by which the others may still be meeting
     return found

@@ -10,6 +10,7 @@ import torch
 
 from lightning_cyclic import CyclicStrategy
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.transport import HostStagedTransport, NamedTransport, choice
 from lightning_cyclic.runtime.transport.choice import (
     link,
@@ -85,11 +86,12 @@ def linked(route: Any, device: str) -> tuple[str, str, str]:
     """Return what is made for workers that have one GPU, if any: what it is does not matter."""
     join()
     choice._identity = lambda device: "host/a"  # type: ignore[assignment]
-    links = link(route, torch.device(device), Crew(20.0))
-    inner = links.transport._inner
-    torch.distributed.barrier(links.group)  # the store ends with rank 0: all have read the hosts
-    links.transport.close()
-    return links.transport.route, type(inner).__name__, torch.distributed.get_backend(links.group)
+    assembly = Assembly(Crew(20.0))
+    made = link(route, torch.device(device), assembly)
+    assembly.meet("to end")  # the store ends with rank 0: all have read the hosts
+    made.close()
+    backend = torch.distributed.get_backend(assembly.group)
+    return made.route, type(made._inner).__name__, backend
 
 
 @pytest.mark.multi

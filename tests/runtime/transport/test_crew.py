@@ -12,8 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from lightning_cyclic.errors import CyclicError, PeerError, WaitTimeoutError
+from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.transport import crew as crews
-from lightning_cyclic.runtime.transport.crew import AbstractCrew, Crew, Names, naming_peers
+from lightning_cyclic.runtime.transport.crew import AbstractCrew, Crew, Names
 from tests.harness import processes
 from tests.runtime.transport.rings import join
 
@@ -56,8 +57,14 @@ class Called(AbstractCrew):
         return self._answers
 
 
+def of(crew: AbstractCrew) -> Assembly:
+    made = Assembly(when=lambda: "in step 3")
+    made.crew = crew  # type: ignore[assignment]
+    return made
+
+
 def met(crew: Called, said: str, peer: int | None = None) -> CyclicError:
-    with pytest.raises(CyclicError) as caught, naming_peers(crew, "in step 3", "to meet", peer):
+    with pytest.raises(CyclicError) as caught, of(crew).waiting("to meet", peer):
         raise RuntimeError(f"gloo: {said}")
     assert crew.waits == ""
     return caught.value
@@ -123,7 +130,7 @@ def test_words_that_come_while_ranks_are_called_are_told(
 
 
 def test_errors_of_other_code_stay_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match="^mine$"), naming_peers(Called({}), "now", "to meet"):
+    with pytest.raises(RuntimeError, match="^mine$"), of(Called({})).waiting("to meet"):
         raise RuntimeError("mine")
 
 
@@ -134,7 +141,7 @@ def report_in_turn() -> tuple[str | None, str | None, bool]:
     """Let rank 1 report first, then rank 0; return the words before and after, and what ended."""
     rank, _ = join()
     crew, ended = Crew(20.0), []
-    crew.hang_up = lambda: ended.append(True)
+    crew.hang_ups.append(lambda: ended.append(True))
     before = crew.failure()
     dist.barrier()
     for reporter, words in ((1, "the first reason"), (0, "what followed from it")):
@@ -180,8 +187,8 @@ def leave() -> bool:
     crew = Crew(20.0)
     if rank == 0:
         crew.tell("rank 0 failed: boom")
-        return crew._store.check([crew._read[1]])
-    crew.hang_up = lambda: time.sleep(2.0)
+        return crew.store.check([crew._read[1]])
+    crew.hang_ups.append(lambda: time.sleep(2.0))
     while crew.failure() is None:
         time.sleep(0.02)
     crew.tell("heard")
@@ -205,7 +212,7 @@ def meet(victim: int, how: int, comes: bool) -> None:
         return
     began = time.monotonic()
     try:
-        with naming_peers(crew, "in step 3", "to meet"):
+        with of(crew).waiting("to meet"):
             store.add("come", 1)
             while rank == victim:
                 if store.add("come", 0) == num - (not comes):

@@ -37,9 +37,7 @@ Log = list[tuple[str, Channel]]
 
 def edges(channels: Sequence[Channel], timeout_s: float) -> EdgeTransport:
     control = NamedTransport({c.lane for c in channels}, Crew(timeout_s))
-    transport = EdgeTransport(channels, control, CPU, "gloo")
-    transport.crew.hang_up = transport.hang_up
-    return transport
+    return EdgeTransport(channels, control, CPU, "gloo")
 
 
 def exchange(preset: str) -> tuple[Log, dict[Channel, list[int]]]:

@@ -106,7 +106,7 @@ def lines_of_both_ways() -> int:
     for pending in [begin[0](there, room()), begin[1](back, room())]:
         pending.wait()
     lines = {address.line for address in transport._addresses.values()}
-    torch.distributed.barrier(transport.group)
+    torch.distributed.barrier()
     transport.close()
     return len(lines)
 

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from lightning_cyclic.plan import make_plan, programs_of
 from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.passes.updates import up_to_call
 from lightning_cyclic.runtime.stages.stage_map import Recorder, StageMap, make_stages
 from lightning_cyclic.runtime.transport import CountingTransport
-from lightning_cyclic.runtime.whole_step.engine import Engine, up_to_updates
+from lightning_cyclic.runtime.whole_step.engine import Engine
 from tests.harness.local_transport import LocalTransport, PostOffice
 from tests.harness.rows import more
 from tests.references.sequential import train
@@ -264,9 +265,9 @@ def test_a_call_of_the_optimizer_tells_norms_though_a_later_receive_is_between()
     begun = at(Kind.RECV, Payload.R, t=1)
     behind = [at(Kind.RECV, Payload.N, t=1), at(Kind.F, t=1)]
     call = [told, begun, at(Kind.RECV, Payload.N), update, begun, update]
-    assert up_to_updates([*call, *behind], 0, apart=False) == call
-    assert up_to_updates([*call, *behind], 0, apart=True) == call[:4]
+    assert up_to_call([*call, *behind], 0, apart=False) == call
+    assert up_to_call([*call, *behind], 0, apart=True) == call[:4]
     with pytest.raises(ValueError, match="empty"):  # never without an update
-        up_to_updates([told, begun, at(Kind.F), update], 0, apart=False)
+        up_to_call([told, begun, at(Kind.F), update], 0, apart=False)
     with pytest.raises(ValueError, match="empty"):
-        up_to_updates([at(Kind.UPDATE, t=1)], 0, apart=True)
+        up_to_call([at(Kind.UPDATE, t=1)], 0, apart=True)
