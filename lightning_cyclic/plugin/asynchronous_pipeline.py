@@ -12,7 +12,7 @@ step before it ends one. At the end of an epoch all have been told everything.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -23,20 +23,21 @@ from typing_extensions import override
 from lightning_cyclic.compat import EarlyStopping, ModelCheckpoint, Trainer, rank_zero_warn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plugin.checks import check_flow, check_no_exchange
+from lightning_cyclic.plugin.checks import check_no_exchange
 from lightning_cyclic.plugin.hooks import Closure, Own
 from lightning_cyclic.plugin.optimizers import Values
 from lightning_cyclic.plugin.options import Options
-from lightning_cyclic.plugin.pipeline import PipelineTraining
+from lightning_cyclic.plugin.pipeline import PipelineTraining, with_loss
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.summaries import StepOutcome
 from lightning_cyclic.plugin.surrogate_loss import stand_in
 from lightning_cyclic.plugin.training import epoch_ends
+from lightning_cyclic.plugin.updates import Stages
 from lightning_cyclic.plugin.weight_guard import WeightGuard
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.gradient_store import Gradients
-from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
+from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.predict import Predictor
 
 
@@ -138,12 +139,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
         super().__init__(trainer, options, plan, reductions)
 
     @override
-    @staticmethod
-    def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
-        PipelineTraining.check(trainer, sync_batchnorm=sync_batchnorm)
-        check_flow(trainer)
-
-    @override
     def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
         return replace(
             super()._configured(config),
@@ -169,7 +164,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
         return self._session.updates.norms.total(t, order)
 
     @override
-    def overflowed(self, t: int, stages: Sequence[int]) -> Collection[int]:
+    def overflowed(self, t: int, stages: Stages) -> Collection[int]:
         return ()  # the scale is out of them as soon as they are whole, and their norms tell
 
     @override
@@ -185,11 +180,12 @@ class AsynchronousPipelineTraining(PipelineTraining):
 
     @override
     @contextmanager
-    def changing(self, t: int, stages: Sequence[int]) -> Iterator[None]:
-        parameters = [p for j in stages for p in self.parameters_of(j)]
-        # a prediction repeats the optimizer's own update
-        noting = self._predictor.noting(parameters, self._updates.groups_of(t))
-        with super().changing(t, stages), noting if self._options.predicts else nullcontext():
+    def changing(self, t: int, stages: Stages) -> Iterator[None]:
+        noting: AbstractContextManager[None] = nullcontext()
+        if self._options.predicts:  # a prediction repeats the optimizer's own update
+            parameters = [p for ps in stages.values() for p in ps]
+            noting = self._predictor.noting(parameters, self._groups_of(t))
+        with super().changing(t, stages), noting:
             yield
 
     # ------------------------------------------------------------------ one step
@@ -199,42 +195,27 @@ class AsynchronousPipelineTraining(PipelineTraining):
         """Do what the program has for this batch; return a stand-in of the newest known loss."""
         self._guard.check()
         self._updates.require(self._session.t)
-        self._follow_freezing()
-        self._is_under_way = True
         session, given = self._session, StepArguments(args, kwargs)
-        if self._stop is not None:
-            self._stop.tell()
-        call = self._caller("training_step", "train_step_context", given)
-
-        def summarise(sizes: list[int]) -> Summarise:
-            return lambda outcomes: self._summaries.of_step(
-                outcomes, sizes, stops=self._asked_before()
-            )
-
+        step = self._begin_step(given)
         with self._summaries.held():
-            session.find_stages(given.batch, call)
-            self._tell_stages()
-            session.train(given.batch, call, summarise, expect=self._summaries.expect)
+            session.train(given.batch, step, self._summarise, expect=self._summaries.expect)
             is_compared = session.verifier.is_comparing
             if self._latest is None or epoch_ends(self._trainer) or is_compared:
                 self._finish()  # so that every worker knows a loss
         self._read()
-        if is_compared:
-            assert self._latest is not None
-            session.verifier.finish(self._summaries.prints(self._latest))
-        self._guard.note()
         assert self._latest is not None
+        self._compare(self._latest)
+        self._guard.note()
         assert self._latest.loss is not None  # a step without one is refused where steps flow
-        surrogate = stand_in(self._latest.loss)
-        returned = self._latest.returned
-        return {"loss": surrogate, **returned} if returned else surrogate
+        return with_loss(stand_in(self._latest.loss), self._latest)
 
     @override
     def _train_others(self) -> None:
         super()._train_others()
         self._guard.forget()
 
-    def _asked_before(self) -> int:
+    @override
+    def _stops_asked(self) -> int:
         if self._stop is None or not self._asked():
             return 0
         # replicas run ahead of each other by two steps at most, as they read common versions

@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, final
+from functools import partial
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_cyclic.compat import BasePredictionWriter, Trainer, TrainerFn
+from lightning_cyclic.compat import BasePredictionWriter, ClosureResult, Trainer, TrainerFn
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plugin.checks import check_pipeline
 from lightning_cyclic.plugin.clipping import decides_together
 from lightning_cyclic.plugin.hooks import Own
 from lightning_cyclic.plugin.options import Options
@@ -35,20 +35,22 @@ from lightning_cyclic.plugin.pipeline_session import (
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.stop_signal import StopBoard
-from lightning_cyclic.plugin.summaries import Summaries
+from lightning_cyclic.plugin.summaries import StepOutcome, Summaries
 from lightning_cyclic.plugin.training import AbstractTraining
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.partial_step.collectives import rank_of
-from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig
+from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.module_state import state_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.evidence import is_metric
 from lightning_cyclic.runtime.torch_functions import user_line
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.plain import decode, encode
+
+Step: TypeAlias = Callable[[Any], Any]  # the user's, on a batch or a part of it
 
 _SYNCING = ("sync_on_compute", "_to_sync", "dist_sync_on_step")
 _STORES_METRICS = "_store_dataloader_outputs"  # of evaluation loops: computes, before any hook
@@ -163,14 +165,6 @@ class PipelineTraining(AbstractTraining):
     def parameters_of(self, j: int) -> Sequence[nn.Parameter]:
         return self._session.trained_of(j)
 
-    @override
-    @staticmethod
-    def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        check_pipeline(
-            trainer, trainer.lightning_module, fitting=fitting, sync_batchnorm=sync_batchnorm
-        )
-
     # ------------------------------------------------------------------ what users ask
 
     @property
@@ -222,8 +216,35 @@ class PipelineTraining(AbstractTraining):
     def _train_others(self) -> None:
         self._session.train_others()
 
+    # ------------------------------------------------------------------ a training step
+
+    def _begin_step(self, given: StepArguments) -> Step:
+        """Find the stages, if need be; return what runs the user's step on a micro-batch."""
+        self._follow_freezing()
+        self._is_under_way = True
+        if self._stop is not None:
+            self._stop.tell()
+        step = self._caller("training_step", "train_step_context", given)
+        if self._options.is_one_stage and self._lag is None:
+            step = partial(_checked_by_lightning, step)
+        with self._summaries.held():
+            self._session.find_stages(given.batch, step)
+        self._tell_stages()
+        return step
+
+    def _summarise(self, sizes: list[int]) -> Summarise:
+        return lambda outcomes: self._summaries.of_step(outcomes, sizes, stops=self._stops_asked())
+
     def _asked(self) -> bool:
         return self._stop is not None and self._stop.look()
+
+    def _stops_asked(self) -> int:
+        """Return what all are told of stopping; see StepOutcome."""
+        return self._asked()
+
+    def _compare(self, told: StepOutcome) -> None:
+        if self._session.verifier.is_comparing:
+            self._session.verifier.finish(self._summaries.prints(told))
 
     # ------------------------------------------------------------------ evaluation
 
@@ -305,10 +326,6 @@ class PipelineTraining(AbstractTraining):
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    def _is_apart(self) -> bool:
-        return self._has_stages and not self._closed
-
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:
         self.bring()
@@ -342,6 +359,20 @@ class PipelineTraining(AbstractTraining):
                 for name in _WRITES:
                     vars(writer).pop(name, None)
         super().close()
+
+
+def with_loss(loss: Tensor, told: StepOutcome) -> Any:
+    """Return what Lightning is given of a step: a loss, and what else was returned."""
+    return {"loss": loss, **told.returned} if told.returned else loss
+
+
+def _checked_by_lightning(step: Step, batch: Any) -> Any:
+    """Run a step whose output nobody waits for: what it may return is for Lightning to say."""
+    output = step(batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        ClosureResult.from_training_step_output(output)
+    return output
 
 
 _WRITES = ("write_on_batch_end", "write_on_epoch_end")  # of a BasePredictionWriter

@@ -27,7 +27,6 @@ from lightning_cyclic.plugin.checks import (
     check_is_apart,
     check_no_averaging,
     check_no_exchange,
-    check_trainer,
     trained_parameters,
 )
 from lightning_cyclic.plugin.hooks import Closure, Own
@@ -36,7 +35,7 @@ from lightning_cyclic.plugin.records import Recorder
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.training import AbstractTraining, agreed_seed, epoch_ends
-from lightning_cyclic.plugin.updates import no_update
+from lightning_cyclic.plugin.updates import Stages, no_update
 from lightning_cyclic.plugin.weight_guard import WeightGuard
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_number
@@ -95,11 +94,6 @@ class ReplicatedTraining(AbstractTraining):
         )
         self._stop_as(self._session, lambda: self._session.stopping)
 
-    @override
-    @staticmethod
-    def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
-        check_trainer(trainer, trainer.lightning_module, sync_batchnorm=sync_batchnorm)
-
     @property
     def _decides_together(self) -> bool:
         """Say whether one step is one decision: whether its update is skipped, of all stages."""
@@ -128,7 +122,7 @@ class ReplicatedTraining(AbstractTraining):
         return self._engine.total_norm(t, order)
 
     @override
-    def overflowed(self, t: int, stages: Sequence[int]) -> Collection[int]:
+    def overflowed(self, t: int, stages: Stages) -> Collection[int]:
         own = super().overflowed(t, stages)
         for j in own if self._decides_together else ():  # whatever hooks make of them
             self._engine.norms.note_overflow(t, j)

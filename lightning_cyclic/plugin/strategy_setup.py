@@ -30,6 +30,8 @@ from lightning_cyclic.plugin.callbacks.flush import FlushCallback
 from lightning_cyclic.plugin.checkpoint_file import CheckpointFile
 from lightning_cyclic.plugin.checks import (
     check_beyond_memory,
+    check_fit,
+    check_flow,
     check_hosts_of_groups,
     check_no_averaging,
     check_plan,
@@ -185,8 +187,13 @@ class Setup(Checkpoints):
         if fitting and isinstance(self.precision_plugin, SparseStatePrecision):
             self.check_compressed_states(options)
         kind = _kind_of_training(options, fitting=fitting)
-        if kind is not None:
-            kind.check(trainer, sync_batchnorm=self._layer_sync is not None)
+        if kind is not None and fitting:
+            sync = self._layer_sync is not None
+            check_fit(trainer, trainer.lightning_module, sync_batchnorm=sync)
+        if kind is not None and kind is not ReplicatedTraining:
+            check_no_averaging(trainer, "of which each worker of a pipeline has a part")
+        if kind is AsynchronousPipelineTraining:
+            check_flow(trainer)
 
     @override
     def configure_ddp(self) -> None:

@@ -8,9 +8,8 @@ optimizer_step    the closure and the update, within the optimizer's step; then 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -18,17 +17,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cyclic.compat import ClosureResult, Trainer
+from lightning_cyclic.compat import Trainer
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.hooks import Closure, Own
 from lightning_cyclic.plugin.optimizers import closure_called
 from lightning_cyclic.plugin.options import Options
-from lightning_cyclic.plugin.pipeline import PipelineTraining
+from lightning_cyclic.plugin.pipeline import PipelineTraining, with_loss
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.surrogate_loss import Surrogates
+from lightning_cyclic.plugin.updates import Stages
 from lightning_cyclic.runtime.late_values import LateValues
-from lightning_cyclic.runtime.partial_step.config import Summarise
 
 
 @final
@@ -61,27 +60,14 @@ class SynchronousPipelineTraining(PipelineTraining):
 
     @override
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        self._follow_freezing()
-        self._is_under_way = True
         session, given = self._session, StepArguments(args, kwargs)
-        if self._stop is not None:
-            self._stop.tell()
-        call = self._caller("training_step", "train_step_context", given)
-        if self._options.is_one_stage:
-            call = partial(_checked_by_lightning, call)
-
-        def summarise(sizes: list[int]) -> Summarise:
-            return lambda outcomes: self._summaries.of_step(outcomes, sizes, stops=self._asked())
-
-        with self._summaries.held():
-            session.find_stages(given.batch, call)
-        self._tell_stages()
+        step = self._begin_step(given)
         trained = list(map(self._forms.trained, session.ownership.own))
         with self._surrogates.collecting(trained), self._summaries.held():
             session.train(
                 given.batch,
-                call,
-                summarise,
+                step,
+                self._summarise,
                 accumulate=self._surrogates.batches_per_update,
                 is_last=not self._accumulating,
                 is_first=self._surrogates.starts,
@@ -89,16 +75,11 @@ class SynchronousPipelineTraining(PipelineTraining):
             )
         ((_, summary),) = session.take_arrived()
         told = self._summaries.read_step(summary)
-        if session.verifier.is_comparing:
-            session.verifier.finish(self._summaries.prints(told))
+        self._compare(told)
         self._has_loss = told.loss is not None
-        if told.loss is None:
-            self._summaries.log(told.records)
-            return None
-        loss = self._agree(told.loss, stops=bool(told.stops))
+        loss = None if told.loss is None else self._agree(told.loss, stops=bool(told.stops))
         self._summaries.log(told.records)
-        surrogate = self._surrogates.stand_for(loss)
-        return {"loss": surrogate, **told.returned} if told.returned else surrogate
+        return None if loss is None else with_loss(self._surrogates.stand_for(loss), told)
 
     def _agree(self, loss: Tensor, *, stops: bool) -> Tensor:
         """Return the mean loss of all replicas, and let all stop if one of them does."""
@@ -162,7 +143,7 @@ class SynchronousPipelineTraining(PipelineTraining):
         return session.updates.norms.total(session.t, order)
 
     @override
-    def overflowed(self, t: int, stages: Sequence[int]) -> Collection[int]:
+    def overflowed(self, t: int, stages: Stages) -> Collection[int]:
         own = super().overflowed(t, stages) if self._has_loss else ()
         self._has_overflowed = bool(own)
         return own
@@ -179,12 +160,3 @@ class SynchronousPipelineTraining(PipelineTraining):
     @override
     def _was_finite(self, t: int) -> bool | None:
         return self._session.updates.was_finite
-
-
-def _checked_by_lightning(call: Callable[[Any], Any], batch: Any) -> Any:
-    """Run a step whose output nobody waits for: what it may return is for Lightning to say."""
-    output = call(batch)
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
-        ClosureResult.from_training_step_output(output)
-    return output

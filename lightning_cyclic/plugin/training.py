@@ -36,7 +36,7 @@ from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.stop_signal import Asked, StopSignals
-from lightning_cyclic.plugin.updates import Updates
+from lightning_cyclic.plugin.updates import Stages, Updates
 from lightning_cyclic.plugin.weight_guard import FreezingWatch
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_module, require_same_number
@@ -96,15 +96,6 @@ class AbstractTraining(Hooks, ABC):
         # on the instance: the module's own configure_gradient_clipping still leads here
         vars(trainer.precision_plugin)["clip_grad_by_norm"] = self._updates.clip_grad_by_norm
 
-    @staticmethod
-    @abstractmethod
-    def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
-        """Refuse a Trainer and a module that cannot be trained so, before anything is set up.
-
-        Raises:
-            ConfigurationError: with the flag, what is allowed and what to do.
-        """
-
     # ------------------------------------------------------------------ updates
 
     _lag: int | None = 2  # see Updates
@@ -123,21 +114,21 @@ class AbstractTraining(Hooks, ABC):
     @abstractmethod
     def total_norm(self, t: int, order: Sequence[nn.Parameter]) -> Tensor: ...
 
-    def overflowed(self, t: int, stages: Sequence[int]) -> Collection[int]:
+    def overflowed(self, t: int, stages: Stages) -> Collection[int]:
         """Take the scale out of gradients; return the stages whose own are not finite."""
         scaling, plan = self._scaling, self.plan
         if scaling is None:
             return ()
         assert plan is not None
-        grads = {j: [p.grad for p in self.parameters_of(j)] for j in stages}
+        grads = {j: [p.grad for p in ps] for j, ps in stages.items()}
         return [j for j in stages if not scaling.unscaled(plan, t, grads[j])]
 
     @abstractmethod
     def skipped(self, t: int, stages: Sequence[int], own: Collection[int]) -> Collection[int]: ...
 
-    def changing(self, t: int, stages: Sequence[int]) -> AbstractContextManager[None]:
+    def changing(self, t: int, stages: Stages) -> AbstractContextManager[None]:
         assert self.plan is not None
-        return self._feedback.corrected(self.plan, {j: self.parameters_of(j) for j in stages})
+        return self._feedback.corrected(self.plan, stages)
 
     def update_together(self) -> bool:
         """Say whether every rank makes updates, of some stages, at the end of each step."""
@@ -159,6 +150,8 @@ class AbstractTraining(Hooks, ABC):
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(own, checkpoint)
         self._owned_is_kept = False
+        if self._is_apart:  # else when it is known which are the own ones
+            self._keep_owned_state()
 
     def _make_forms(self, trainer: Trainer) -> WeightForms:
         """Return what of weights is trained, and travels; all workers must call it."""
@@ -322,7 +315,7 @@ class AbstractTraining(Hooks, ABC):
             return self._whole_weights(own)
         self.flush_own()
         is_first = self._trainer.is_global_zero
-        if self._has_parts:
+        if self._is_apart:
             return ckpt.part_of_state(self._module, self._session.own_names(), rest=is_first)
         return own() if is_first else {}
 
@@ -331,7 +324,7 @@ class AbstractTraining(Hooks, ABC):
         return self._options.save_distributed_checkpoint
 
     @property
-    def _has_parts(self) -> bool:
+    def _is_apart(self) -> bool:
         """Say whether it is known which worker has what; else the first has all."""
         return self._has_stages and not self._closed
 

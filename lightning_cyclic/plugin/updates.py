@@ -12,9 +12,9 @@ hyper-parameters of step t, while hooks of later steps have run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,9 @@ class HiddenGradients:
         return self._used[hook]
 
 
+Stages: TypeAlias = Mapping[int, Sequence[nn.Parameter]]  # what the optimizer has of each
+
+
 class Owner(Protocol):
     """Know the gradients of a rank's stages, and those of all others."""
 
@@ -128,13 +131,13 @@ class Owner(Protocol):
     def total_norm(self, t: int, order: Sequence[nn.Parameter]) -> Tensor:
         """Return the norm over all stages of a step, reduced in this order of parameters."""
 
-    def overflowed(self, t: int, stages: Sequence[int]) -> Collection[int]:
+    def overflowed(self, t: int, stages: Stages) -> Collection[int]:
         """Take the scale out of gradients; return the stages whose own are not finite."""
 
     def skipped(self, t: int, stages: Sequence[int], own: Collection[int]) -> Collection[int]:
         """Return which of the stages stay as they are, since these own ones overflowed."""
 
-    def changing(self, t: int, stages: Sequence[int]) -> AbstractContextManager[None]:
+    def changing(self, t: int, stages: Stages) -> AbstractContextManager[None]:
         """Let the body change the parameters of stages."""
 
 
@@ -242,54 +245,54 @@ class Updates:
                 profiled = trainer.profiler.profile(  # type: ignore[attr-defined]
                     f"[Strategy]{type(trainer.strategy).__name__}.deferred_optimizer_step"
                 )
+                parameters = [p for ps in updated.values() for p in ps]
                 alone = without_closure(optimizer, self._preset)
-                with profiled, _holding(optimizer, self._parameters(updated)), alone:
+                with profiled, _holding(optimizer, parameters), alone:
                     optimizer.step(**remembered.kwargs)
         self._count(t, optimizer, self._found)
         return set(stages).difference(updated)
 
     @contextmanager
-    def making(self, t: int, stages: Sequence[int]) -> Iterator[Sequence[int]]:
+    def making(self, t: int, stages: Sequence[int]) -> Iterator[Stages]:
         """Prepare an update by gradients in ``p.grad``; the body calls the optimizer.
 
         Yields:
-            The stages that are updated; none, where all of their gradients overflowed.
+            What is updated; nothing, where the gradients of all stages overflowed.
         """
-        optimizer, self._found = self._optimizer, []
-        parameters = self._parameters(stages)
+        optimizer, self._t, self._found = self._optimizer, t, []
+        each = {j: self._owner.parameters_of(j) for j in stages}
+        parameters = [p for j in stages for p in each[j]]
         with ExitStack() as changing:
             changing.enter_context(self._forms.updating(parameters, follows=self._lag is None))
-            overflowed = self._owner.overflowed(t, stages)
-            self._run_hooks(t, stages)
+            overflowed = self._owner.overflowed(t, each)
+            if self._told_before:
+                self._measured = [(p, p.grad, _version(p.grad)) for p in parameters]
+            with nullcontext() if self._lag is None else self.unchanged():
+                self._run_hooks(parameters)
+                self._clip_gradients(list(each.values()), parameters)
+            self._measured = []  # which would keep their memory
             skipped = self._owner.skipped(t, stages, overflowed)
-            updated = [j for j in stages if j not in skipped]
+            updated = {j: each[j] for j in stages if j not in skipped}
             if updated:
-                for p in self._parameters(skipped):
+                for p in (p for j in skipped for p in each[j]):
                     p.grad = None
-                check_parted(optimizer, self._parameters(updated), self._preset)
+                parameters = [p for ps in updated.values() for p in ps]
+                check_parted(optimizer, parameters, self._preset)
                 changing.enter_context(self._owner.changing(t, updated))
             written = Written(optimizer)
             yield updated
             self._found = written.find()
 
-    def _parameters(self, stages: Iterable[int]) -> list[nn.Parameter]:
-        return [p for j in stages for p in self._owner.parameters_of(j)]
-
-    def _run_hooks(self, t: int, stages: Sequence[int]) -> None:
-        parameters = self._parameters(stages)
-        self._t = t
-        if self._told_before:
-            self._measured = [(p, p.grad, _version(p.grad)) for p in parameters]
-        self.updated = list(map(self._forms.weight, parameters))
-        is_late, hook = self._lag is not None, "on_before_optimizer_step"
-        hidden = self._gradients.in_hook(hook, self.updated) if is_late else nullcontext()
-        with self.unchanged() if is_late else nullcontext():
-            with hidden:
-                call._call_callback_hooks(self._trainer, hook, self._optimizer)
-                call._call_lightning_module_hook(self._trainer, hook, self._optimizer)
-            self.updated = []
-            self._clip_gradients(stages)
-        self._measured = []  # which would keep their memory
+    def _run_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
+        hook = "on_before_optimizer_step"
+        hidden: AbstractContextManager[None] = nullcontext()
+        if self._lag is not None:
+            self.updated = list(map(self._forms.weight, parameters))
+            hidden = self._gradients.in_hook(hook, self.updated)
+        with hidden:
+            call._call_callback_hooks(self._trainer, hook, self._optimizer)
+            call._call_lightning_module_hook(self._trainer, hook, self._optimizer)
+        self.updated = []
 
     def _count(self, t: int, optimizer: Optimizer, found: Values) -> None:
         """Let the next step have what an update has counted.
@@ -309,9 +312,9 @@ class Updates:
                 self._added |= new.keys() - group.keys()
                 group.update(new)
 
-    def _clip_gradients(self, stages: Sequence[int]) -> None:
-        each = [self._parameters([j]) for j in stages]
-        every = [p for parameters in each for p in parameters]
+    def _clip_gradients(
+        self, each: Sequence[Sequence[nn.Parameter]], every: Sequence[nn.Parameter]
+    ) -> None:
         for parameters in each if self._clip == "stage" else [every]:
             with _only(parameters, every):
                 call._call_lightning_module_hook(

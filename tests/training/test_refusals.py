@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_cyclic import PRESETS, CyclicStrategy, PipelineStrategy, SparseStatePrecision
 from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan.presets import AXES
-from lightning_cyclic.plugin.checks import check_trainer
+from lightning_cyclic.plugin.checks import check_fit
 from tests.harness import processes
 from tests.harness.processes import here
 from tests.harness.rows import in_turn, more
@@ -116,7 +116,7 @@ def test_mps() -> None:
         accelerator = MPSAccelerator.__new__(MPSAccelerator)
 
     with pytest.raises(ConfigurationError, match=r"'mps'.*allowed: 'cpu', 'cuda'; use "):
-        check_trainer(OnMps(), LightningModule(), sync_batchnorm=False)  # type: ignore[arg-type]
+        check_fit(OnMps(), LightningModule(), sync_batchnorm=False)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- what ranks train on
