@@ -11,8 +11,8 @@ step before it ends one. At the end of an epoch all have been told everything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -23,23 +23,21 @@ from typing_extensions import override
 from lightning_cyclic.compat import EarlyStopping, ModelCheckpoint, Trainer, rank_zero_warn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plugin import checkpoint as ckpt
-from lightning_cyclic.plugin.checks import check_flow, check_no_exchange, scaler_of
-from lightning_cyclic.plugin.clipping import clip_mode, decides_together, may_clip_by_norm
-from lightning_cyclic.plugin.deferred_update import DeferredUpdates
+from lightning_cyclic.plugin.checks import check_no_exchange
 from lightning_cyclic.plugin.hooks import Closure, Own
+from lightning_cyclic.plugin.optimizers import Values
 from lightning_cyclic.plugin.options import Options
-from lightning_cyclic.plugin.pipeline import PipelineTraining
+from lightning_cyclic.plugin.pipeline import PipelineTraining, with_loss
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.summaries import StepOutcome
 from lightning_cyclic.plugin.surrogate_loss import stand_in
 from lightning_cyclic.plugin.training import epoch_ends
+from lightning_cyclic.plugin.updates import Stages
 from lightning_cyclic.plugin.weight_guard import WeightGuard
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.gradient_store import Gradients
-from lightning_cyclic.runtime.loss_scaling import LossScaling
-from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig, Summarise
+from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.predict import Predictor
 
 
@@ -133,54 +131,23 @@ class AsynchronousPipelineTraining(PipelineTraining):
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
     ) -> None:
         check_no_exchange(trainer.optimizers[0], plan.preset)
-        clip = clip_mode(trainer, plan, options.clip_norm)
-        scaler = scaler_of(trainer)
-        self._scaling = LossScaling(scaler, self._all_are_finite) if scaler else None
-        if scaler is not None or (clip == "global" and may_clip_by_norm(trainer)):
-            late, norms = decides_together(plan), "all" if scaler else "owners"
-            options = replace(options, late_updates=late, norms=norms)
-            plan = replace(plan, late_updates=late, norms=norms)
+        self._lag = plan.steps_under_way
         self._predictor = Predictor(lambda: trainer.optimizers[0], self._groups_of, rank_zero_warn)
         self._latest: StepOutcome | None = None
         self._stops_at: int | None = None  # step before which all workers stop
-        self._owned_is_kept = False
         self._guard = WeightGuard(self._of_stages, plan.preset, lambda: trainer.optimizers[0])
         super().__init__(trainer, options, plan, reductions)
-        self._updates = DeferredUpdates(
-            trainer,
-            plan.preset,
-            clip,
-            reductions,
-            lambda j: self._session.own.trained_of(j),  # noqa: PLW0108  (not found yet)
-            self._total_norm,
-            lag=plan.steps_under_way,
-            is_scaled=scaler is not None,
-            forms=self._forms,
-        )
-        self._summaries.refuses_overflow = self._scaling is None
-
-    @override
-    @staticmethod
-    def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
-        PipelineTraining.check(trainer, sync_batchnorm=sync_batchnorm)
-        check_flow(trainer)
 
     @override
     def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
         return replace(
             super()._configured(config),
             apply=self._apply,
-            unscale=None if self._scaling is None else self._unscale,
-            scaled=None if self._scaling is None else self._scaled,
+            unscale=self._scaling and self._unscale,
             guess=self._predictor.guess,
             read_state=self._predictor.read_state,
             write_state=self._predictor.write_state,
         )
-
-    @property
-    @override
-    def updated_parameters(self) -> Sequence[nn.Parameter]:
-        return self._updates.updated
 
     def _of_stages(self) -> dict[str, nn.Parameter]:
         if self._session.cuts is None:
@@ -192,25 +159,34 @@ class AsynchronousPipelineTraining(PipelineTraining):
         assert self._scaling is not None
         self._scaling.unscale(self._the_plan, t, grads)
 
-    def _scaled(self, t: int, share: Share) -> Share:
-        assert self._scaling is not None
-        self._scaling.begin(t)
-        return self._scaling.scaled(self._the_plan, t, share)
-
-    def _all_are_finite(self, t: int) -> bool:
-        return self._session.updates.norms.is_finite(t)
-
-    def _total_norm(self, t: int, parameters: Sequence[nn.Parameter]) -> Tensor:
-        return self._session.updates.norms.total(t, parameters)
-
-    @property
-    def _the_plan(self) -> Plan:
-        assert self._session.plan is not None
-        return self._session.plan
+    @override
+    def total_norm(self, t: int, order: Sequence[nn.Parameter]) -> Tensor:
+        return self._session.updates.norms.total(t, order)
 
     @override
-    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._updates.clip_grad_by_norm(optimizer, clip_val)
+    def overflowed(self, t: int, stages: Stages) -> Collection[int]:
+        return ()  # the scale is out of them as soon as they are whole, and their norms tell
+
+    @override
+    def skipped(self, t: int, stages: Sequence[int], own: Collection[int]) -> Collection[int]:
+        if self._scaling is None:
+            return ()
+        asked = None if self._options.late_updates else set(stages)  # as all are, or by its own
+        return () if self._session.updates.norms.is_finite(t, asked) else stages
+
+    @override
+    def _was_finite(self, t: int) -> bool | None:
+        return self._session.updates.norms.is_finite(t)
+
+    @override
+    @contextmanager
+    def changing(self, t: int, stages: Stages) -> Iterator[None]:
+        noting: AbstractContextManager[None] = nullcontext()
+        if self._options.predicts:  # a prediction repeats the optimizer's own update
+            parameters = [p for ps in stages.values() for p in ps]
+            noting = self._predictor.noting(parameters, self._groups_of(t))
+        with super().changing(t, stages), noting:
+            yield
 
     # ------------------------------------------------------------------ one step
 
@@ -219,41 +195,27 @@ class AsynchronousPipelineTraining(PipelineTraining):
         """Do what the program has for this batch; return a stand-in of the newest known loss."""
         self._guard.check()
         self._updates.require(self._session.t)
-        self._follow_freezing()
         session, given = self._session, StepArguments(args, kwargs)
-        if self._stop is not None:
-            self._stop.tell()
-        call = self._caller("training_step", "train_step_context", given)
-
-        def summarise(sizes: list[int]) -> Summarise:
-            return lambda outcomes: self._summaries.of_step(
-                outcomes, sizes, stops=self._asked_before()
-            )
-
+        step = self._begin_step(given)
         with self._summaries.held():
-            session.find_stages(given.batch, call)
-            self._tell_stages()
-            session.train(given.batch, call, summarise, expect=self._summaries.expect)
+            session.train(given.batch, step, self._summarise, expect=self._summaries.expect)
             is_compared = session.verifier.is_comparing
             if self._latest is None or epoch_ends(self._trainer) or is_compared:
                 self._finish()  # so that every worker knows a loss
         self._read()
-        if is_compared:
-            assert self._latest is not None
-            session.verifier.finish(self._summaries.prints(self._latest))
-        self._guard.note()
         assert self._latest is not None
+        self._compare(self._latest)
+        self._guard.note()
         assert self._latest.loss is not None  # a step without one is refused where steps flow
-        surrogate = stand_in(self._latest.loss)
-        returned = self._latest.returned
-        return {"loss": surrogate, **returned} if returned else surrogate
+        return with_loss(stand_in(self._latest.loss), self._latest)
 
     @override
     def _train_others(self) -> None:
         super()._train_others()
         self._guard.forget()
 
-    def _asked_before(self) -> int:
+    @override
+    def _stops_asked(self) -> int:
         if self._stop is None or not self._asked():
             return 0
         # replicas run ahead of each other by two steps at most, as they read common versions
@@ -276,30 +238,12 @@ class AsynchronousPipelineTraining(PipelineTraining):
         with self._updates.unchanged():
             return closure()
 
-    def _apply(self, t: int, j: int) -> None:
-        if not self._owned_is_kept:  # a whole checkpoint may have been loaded
-            ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.with_state)
-            self._owned_is_kept = True
-        if self._scaling is not None and not self._is_finite(t, j):
-            self._updates.apply(t, [j], skips=True)
-            return
-        stage = self._session.own.trained_of(j)
-        # a prediction repeats the optimizer's own update
-        noting = self._predictor.noting(stage, self._groups_of(t))
-        with (
-            self._feedback.corrected(self._the_plan, {j: stage}),
-            noting if self._options.predicts else nullcontext(),
-        ):
-            self._updates.apply(t, [j])
-
-    def _groups_of(self, t: int) -> list[dict[str, Any]]:
+    def _groups_of(self, t: int) -> Values:
         return self._updates.groups_of(t)
 
-    def _is_finite(self, t: int, j: int) -> bool:
-        """Say whether a stage is updated: as all are, or by its own gradients."""
-        return self._session.updates.norms.is_finite(
-            t, None if self._options.late_updates else {j}
-        )
+    def _apply(self, t: int, j: int) -> None:
+        self._keep_owned_state()
+        self._updates.apply(t, [j])
 
     # ------------------------------------------------------------------ between steps
 
@@ -340,7 +284,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
         if state is not None and t > 0:
             named = self._session.named()
             state["groups"] = self._updates.groups_of(t - 1)
-            state["scales"] = self._scaling and self._scaling.state()
             state["displacements"] = self._predictor.state(named)
         return state
 
@@ -349,8 +292,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
         goes_on = super().resume(saved)
         self._guard.forget()
         state = saved if saved is not None and "groups" in saved else {}
-        if self._scaling is not None:  # else it goes on from what the scaler itself has loaded
-            self._scaling.put_state((state.get("scales") if goes_on else None) or {})
         if state and goes_on:
             self._updates.put_groups(state["t"] - 1, state["groups"])
         if state and self._session.cuts is not None:  # of the last update, under whichever plan

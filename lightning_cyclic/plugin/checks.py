@@ -102,7 +102,7 @@ def _not_run(plan: Plan, what: str) -> PlanError:
     )
 
 
-def check_trainer(trainer: Trainer, module: LightningModule, *, sync_batchnorm: bool) -> None:
+def check_fit(trainer: Trainer, module: LightningModule, *, sync_batchnorm: bool) -> None:
     """Refuse Trainer flags and modules that cannot be trained so."""
     if isinstance(trainer.accelerator, MPSAccelerator):
         raise ConfigurationError(
@@ -145,15 +145,6 @@ def scaler_of(trainer: Trainer) -> GradScaler | None:
     """Return what scales the loss; None where nothing does."""
     scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
-
-
-def check_pipeline(
-    trainer: Trainer, module: LightningModule, *, fitting: bool, sync_batchnorm: bool
-) -> None:
-    """Refuse what pipelines cannot do."""
-    if fitting:
-        check_trainer(trainer, module, sync_batchnorm=sync_batchnorm)
-    check_no_averaging(trainer, "of which each worker of a pipeline has a part")
 
 
 def check_no_averaging(trainer: Trainer, why: str) -> None:

@@ -1,14 +1,10 @@
-"""Clipping: what a gradient norm is taken over, and over all stages of a pipeline."""
+"""Clipping: what a gradient norm is taken over."""
 
 from __future__ import annotations
-
-import torch
-from torch.optim import Optimizer
 
 from lightning_cyclic.compat import Trainer, is_overridden, rank_zero_warn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 
 CLIPPING = ("stage", "global")
 
@@ -19,44 +15,26 @@ def clip_mode(trainer: Trainer, plan: Plan, clip: str | None) -> str:
     Raises:
         ConfigurationError: a global norm where stages are updated from different steps.
     """
-    by_norm = clips_by_norm(trainer)
-    if plan.flows:
-        return _mode_of_flow(plan, clip, by_norm=by_norm)
-    if plan.weights != "freshest":
+    if decides_together(plan) or (plan.weights != "freshest" and not plan.flows):
         return clip or "global"
-    if clip == "global" and plan.slack > 0:
-        raise ConfigurationError(
-            f'clip_norm="global" with slack={plan.slack} would mix gradients of two steps in one '
-            'norm; allowed: clip_norm="stage", or slack=0, or preset "cyclic_dp_v1"; '
-            'use clip_norm="stage"'
-        )
-    if clip is None and by_norm:
-        rank_zero_warn(
-            "gradient_clip_val clips each stage by its own norm, because the norm over all "
-            'stages would stall freshest weights; clip_norm="global" is exact and '
-            'stalls, clip_norm="stage" keeps this and silences the warning.'
-        )
-    return clip or "stage"
-
-
-def _mode_of_flow(plan: Plan, clip: str | None, *, by_norm: bool) -> str:
-    if decides_together(plan):
-        return clip or "global"
-    if clip == "global":
+    if clip == "global" and (plan.flows or plan.slack > 0):
         raise ConfigurationError(
             f'clip_norm="global" with preset {plan.preset!r} would make every stage wait for the '
-            "norm "
-            'of the first, which comes last; allowed: clip_norm="stage"; use '
-            'clip_norm="stage", or preset "pipedream_2bw" or "1f1b", whose norm is '
-            "over all stages"
+            'norm of the first, which comes last; allowed: clip_norm="stage"; use '
+            'clip_norm="stage", or preset "pipedream_2bw" or "1f1b", whose norm is over all stages'
+            if plan.flows
+            else f'clip_norm="global" with slack={plan.slack} would mix gradients of two steps in '
+            'one norm; allowed: clip_norm="stage", or slack=0, or preset "cyclic_dp_v1"; use '
+            'clip_norm="stage"'
         )
-    if clip is None and by_norm and plan.num_stages > 1:
+    if clip is None and clips_by_norm(trainer) and not (plan.flows and plan.num_stages == 1):
+        others = "" if plan.flows else 'clip_norm="global" is exact and stalls, '
         rank_zero_warn(
-            "gradient_clip_val clips each stage by its own norm, because the norm over all "
-            'stages would stall a pipeline without a flush; clip_norm="stage" keeps '
-            "this and silences the warning."
+            "gradient_clip_val clips each stage by its own norm, because the norm over all stages "
+            f"would stall {'a pipeline without a flush' if plan.flows else 'freshest weights'}; "
+            f'{others}clip_norm="stage" keeps this and silences the warning.'
         )
-    return "stage"
+    return clip or "stage"
 
 
 def clips_by_norm(trainer: Trainer) -> bool:
@@ -76,32 +54,3 @@ def decides_together(plan: Plan) -> bool:
     Under ``delayed`` a version is first read when every stage has long had its gradients.
     """
     return plan.weights == "delayed" and plan.flows
-
-
-def clip_stages(
-    session: StagewiseSession,
-    optimizer: Optimizer,
-    clip_val: float,
-    *,
-    by_stage: bool,
-    overflowed: bool = False,
-) -> None:
-    """Clip gradients by the norm over all stages, as one process that has them all would.
-
-    Args:
-        overflowed: whether gradients of this worker were not finite, when hooks had not seen them.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if by_stage:
-        for j in range(session.own.program.plan.num_stages):
-            mine = set(map(id, session.own.trained_of(j)))  # in the order of the optimizer's
-            torch.nn.utils.clip_grad_norm_([p for p in parameters if id(p) in mine], clip_val)
-        return
-    if session.num_workers == 1:
-        torch.nn.utils.clip_grad_norm_(parameters, clip_val)
-        return
-    if not session.own.updated:  # a replica whose gradients have gone to another
-        return
-    session.updates.tell_norms(session.t, overflowed=overflowed)
-    total = session.updates.norms.total(session.t, parameters)
-    torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)

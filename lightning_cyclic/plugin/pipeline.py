@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, final
+from functools import partial
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_cyclic.compat import BasePredictionWriter, Trainer, TrainerFn
+from lightning_cyclic.compat import BasePredictionWriter, ClosureResult, Trainer, TrainerFn
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plugin import checkpoint as ckpt
-from lightning_cyclic.plugin.checks import check_pipeline
+from lightning_cyclic.plugin.clipping import decides_together
 from lightning_cyclic.plugin.hooks import Own
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.pipeline_session import (
@@ -35,20 +35,22 @@ from lightning_cyclic.plugin.pipeline_session import (
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.stop_signal import StopBoard
-from lightning_cyclic.plugin.summaries import Summaries
+from lightning_cyclic.plugin.summaries import StepOutcome, Summaries
 from lightning_cyclic.plugin.training import AbstractTraining
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.partial_step.collectives import rank_of
-from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
+from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.module_state import state_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.evidence import is_metric
 from lightning_cyclic.runtime.torch_functions import user_line
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.plain import decode, encode
+
+Step: TypeAlias = Callable[[Any], Any]  # the user's, on a batch or a part of it
 
 _SYNCING = ("sync_on_compute", "_to_sync", "dist_sync_on_step")
 _STORES_METRICS = "_store_dataloader_outputs"  # of evaluation loops: computes, before any hook
@@ -117,9 +119,10 @@ class PipelineTraining(AbstractTraining):
         self._finder = CutFinder(options, kept)
         self._transport = join_workers(trainer, options)
         self._session: StagewiseSession = make_session(
-            trainer, options, plan, self._finder, self._transport, self._configured
+            trainer, self._options, self._plan, self._finder, self._transport, self._configured
         )
         self._summaries = Summaries(self._module, self._session, reductions)
+        self._summaries.refuses_overflow = self._scaling is None
         self._metrics = SharedMetrics(trainer, self._module, self._session)
         self._stop = None if self._transport is None else StopBoard(self._session.assembly)
         self._writers = self._quieted_writers()
@@ -139,15 +142,28 @@ class PipelineTraining(AbstractTraining):
         return writers
 
     def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
-        return replace(config, forms=self._forms)
+        return replace(config, forms=self._forms, scaled=self._scaling and self._scaled)
+
+    def _scaled(self, t: int, share: Share) -> Share:
+        assert self._scaling is not None
+        return self._scaling.scaled(self._the_plan, t, share)
+
+    @property
+    def _the_plan(self) -> Plan:
+        assert self._session.plan is not None
+        return self._session.plan
 
     @override
-    @staticmethod
-    def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        check_pipeline(
-            trainer, trainer.lightning_module, fitting=fitting, sync_batchnorm=sync_batchnorm
-        )
+    def _telling_norms(self, options: Options, plan: Plan) -> tuple[Options, Plan]:
+        told: dict[str, Any] = {
+            "late_updates": decides_together(plan),
+            "norms": "owners" if self._scaling is None else "all",
+        }
+        return replace(options, **told), replace(plan, **told)
+
+    @override
+    def parameters_of(self, j: int) -> Sequence[nn.Parameter]:
+        return self._session.own.trained_of(j)
 
     # ------------------------------------------------------------------ what users ask
 
@@ -180,6 +196,7 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def bring(self) -> None:
+        super().bring()
         if self._is_apart:
             self._metrics.share()
             self._session.bring()
@@ -200,8 +217,35 @@ class PipelineTraining(AbstractTraining):
         if self._session.cuts is not None:
             self._session.own.train_others()
 
+    # ------------------------------------------------------------------ a training step
+
+    def _begin_step(self, given: StepArguments) -> Step:
+        """Find the stages, if need be; return what runs the user's step on a micro-batch."""
+        self._follow_freezing()
+        self._is_under_way = True
+        if self._stop is not None:
+            self._stop.tell()
+        step = self._caller("training_step", "train_step_context", given)
+        if self._options.is_one_stage and self._lag is None:
+            step = partial(_checked_by_lightning, step)
+        with self._summaries.held():
+            self._session.find_stages(given.batch, step)
+        self._tell_stages()
+        return step
+
+    def _summarise(self, sizes: list[int]) -> Summarise:
+        return lambda outcomes: self._summaries.of_step(outcomes, sizes, stops=self._stops_asked())
+
     def _asked(self) -> bool:
         return self._stop is not None and self._stop.look()
+
+    def _stops_asked(self) -> int:
+        """Return what all are told of stopping; see StepOutcome."""
+        return self._asked()
+
+    def _compare(self, told: StepOutcome) -> None:
+        if self._session.verifier.is_comparing:
+            self._session.verifier.finish(self._summaries.prints(told))
 
     # ------------------------------------------------------------------ evaluation
 
@@ -283,10 +327,6 @@ class PipelineTraining(AbstractTraining):
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    def _is_apart(self) -> bool:
-        return self._has_stages and not self._closed
-
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:
         self.bring()
@@ -307,14 +347,6 @@ class PipelineTraining(AbstractTraining):
     def _workers_per_loader(self) -> int:
         return self._trainer.world_size // self._options.replicas
 
-    @override
-    def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(own, checkpoint)
-        if self._is_apart:
-            mine = self._session.with_state
-            ckpt.keep_owned_state(self._trainer.optimizers[0], mine)
-            self._forms.leave(mine)  # again: a checkpoint has those of all
-
     # ------------------------------------------------------------------ the end
 
     @override
@@ -328,6 +360,20 @@ class PipelineTraining(AbstractTraining):
                 for name in _WRITES:
                     vars(writer).pop(name, None)
         super().close()
+
+
+def with_loss(loss: Tensor, told: StepOutcome) -> Any:
+    """Return what Lightning is given of a step: a loss, and what else was returned."""
+    return {"loss": loss, **told.returned} if told.returned else loss
+
+
+def _checked_by_lightning(step: Step, batch: Any) -> Any:
+    """Run a step whose output nobody waits for: what it may return is for Lightning to say."""
+    output = step(batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        ClosureResult.from_training_step_output(output)
+    return output
 
 
 _WRITES = ("write_on_batch_end", "write_on_epoch_end")  # of a BasePredictionWriter

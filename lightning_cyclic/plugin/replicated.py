@@ -17,35 +17,30 @@ from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cyclic.compat import GradientAccumulationScheduler, Trainer
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import (
     check_is_apart,
     check_no_averaging,
     check_no_exchange,
-    check_trainer,
-    scaler_of,
     trained_parameters,
 )
-from lightning_cyclic.plugin.clipping import clip_mode, may_clip_by_norm
-from lightning_cyclic.plugin.deferred_update import DeferredUpdates, no_update
 from lightning_cyclic.plugin.hooks import Closure, Own
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.records import Recorder
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.training import AbstractTraining, agreed_seed, epoch_ends
+from lightning_cyclic.plugin.updates import Stages, no_update
 from lightning_cyclic.plugin.weight_guard import WeightGuard
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.assembly import Assembly
-from lightning_cyclic.runtime.loss_scaling import LossScaling, Outcomes, State
+from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.stages.places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.trees import map_tensors
@@ -68,43 +63,26 @@ class ReplicatedTraining(AbstractTraining):
             check_no_averaging(trainer, "of which no rank ever has all")
             check_is_apart(self._module, options.memory_limit_bytes)
         self._backward = ExitStack()  # open while a backward runs
-        self._owned_is_kept = False
         self._owes_update = False  # for the step whose backward is over
         is_late = plan.weights == "freshest"  # whose updates are not over when a step is
         optimizer = (lambda: trainer.optimizers[0]) if is_late else None
         self._guard = WeightGuard(self._of_module, plan.preset, optimizer)
         check_no_exchange(trainer.optimizers[0], plan.preset)
-        clip, scaler = clip_mode(trainer, plan, options.clip_norm), scaler_of(trainer)
-        self._updates = DeferredUpdates(
-            trainer,
-            plan.preset,
-            clip,
-            reductions,
-            self._parameters_of,
-            self._total_norm,
-            is_scaled=scaler is not None,
-            forms=self._forms,
-            may_log=self._update_together,
-        )
-        together = clip == "global" or plan.weights != "freshest"
-        self._scaling = ScaledUpdates(scaler, together=together) if scaler else None
-        clips = clip == "global" and may_clip_by_norm(trainer)
-        if (clips or (scaler and together)) and plan.num_workers > 1:
-            options = replace(options, norms="owners")
-        assembly: Assembly = cast("Any", trainer.strategy).assembly
+        self._outcomes = None if self._scaling is None else Outcomes()
+        options, assembly = self._options, cast("Assembly", cast("Any", trainer.strategy).assembly)
         config = SessionConfig(
             forms=self._forms,
-            sums=options.sums(is_scaled=scaler is not None),
+            sums=options.sums(is_scaled=self._scaling is not None),
             make_plan=partial(plan_of_rounds, options),
             stages=options.stages,
             seed=agreed_seed(assembly),
             assembly=assembly,
             route=options.transport,
             relay_buffers=options.relay_buffers,
-            paced=clip != "global" or plan.weights != "freshest",
+            paced=self._clip != "global" or plan.weights != "freshest",
             accumulates=may_accumulate(trainer) and not self._plans_batches,
             memory_limit_bytes=options.memory_limit_bytes,
-            outcomes=self._scaling and self._scaling.outcomes,
+            outcomes=self._outcomes,
         )
         self._session: Session = Session(
             self._module,
@@ -112,35 +90,54 @@ class ReplicatedTraining(AbstractTraining):
             config,
             trainer.global_rank,
             trainer.strategy.root_device,
-            self._apply,
+            self._updates.apply,
         )
         self._stop_as(self._session, lambda: self._session.stopping)
 
-    @override
-    @staticmethod
-    def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
-        check_trainer(trainer, trainer.lightning_module, sync_batchnorm=sync_batchnorm)
-
-    @override
-    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._updates.clip_grad_by_norm(optimizer, clip_val)
-
     @property
+    def _decides_together(self) -> bool:
+        """Say whether one step is one decision: whether its update is skipped, of all stages."""
+        return self._clip == "global" or self._plan.weights != "freshest"
+
     @override
-    def updated_parameters(self) -> Sequence[nn.Parameter]:
-        return self._updates.updated
+    def _telling_norms(self, options: Options, plan: Plan) -> tuple[Options, Plan]:
+        is_alone = plan.num_workers == 1 or not self._decides_together
+        return (options if is_alone else replace(options, norms="owners")), plan
 
     def _of_module(self) -> dict[str, nn.Parameter]:
         away = self._session.foreign_names  # which others guard
         return {n: p for n, p in self._module.named_parameters() if n not in away}
 
-    def _parameters_of(self, j: int) -> Sequence[nn.Parameter]:
+    @property
+    def _engine(self) -> Engine:
         assert self._session.engine is not None
-        return self._session.engine.parameters(j)
+        return self._session.engine
 
-    def _total_norm(self, t: int, parameters: Sequence[nn.Parameter]) -> Tensor:
-        assert self._session.engine is not None
-        return self._session.engine.total_norm(t, parameters)
+    @override
+    def parameters_of(self, j: int) -> Sequence[nn.Parameter]:
+        return self._engine.parameters(j)
+
+    @override
+    def total_norm(self, t: int, order: Sequence[nn.Parameter]) -> Tensor:
+        return self._engine.total_norm(t, order)
+
+    @override
+    def overflowed(self, t: int, stages: Stages) -> Collection[int]:
+        own = super().overflowed(t, stages)
+        for j in own if self._decides_together else ():  # whatever hooks make of them
+            self._engine.norms.note_overflow(t, j)
+        return own
+
+    @override
+    def skipped(self, t: int, stages: Sequence[int], own: Collection[int]) -> Collection[int]:
+        if self._scaling is None or not self._decides_together:
+            return own
+        return () if self._engine.all_finite(t, own) else stages
+
+    @override
+    def _was_finite(self, t: int) -> bool | None:
+        assert self._outcomes is not None
+        return self._outcomes.are_finite(t, self._engine.plan.num_stages)
 
     @property
     @override
@@ -164,6 +161,7 @@ class ReplicatedTraining(AbstractTraining):
             self._require_update()
             self._guard.check()
         self._follow_freezing()
+        self._is_under_way = True
         if session.is_apart and session.engine is None:
             args, kwargs = self._find_stages(own, StepArguments(args, kwargs)), {}
         batch, last = args[0] if args else kwargs, not self._accumulating
@@ -240,7 +238,6 @@ class ReplicatedTraining(AbstractTraining):
         optimizer = self._trainer.optimizers[0]
         self._guard.forget()  # first: what it watches may leave
         self._session.train_others(trained_parameters(self._module, optimizer, self._forms))
-        self._owned_is_kept = False
 
     def reduce(self, own: Own, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if (self._reductions.holding or self._reductions.updating) and isinstance(tensor, Tensor):
@@ -251,8 +248,11 @@ class ReplicatedTraining(AbstractTraining):
 
     def pre_backward(self, own: Own, closure_loss: Tensor) -> None:
         last = not self._accumulating
-        if self._scaling is not None and self.plan is not None:  # else the scaler has step 0's
-            self._scaling.begin_backward(self.plan, self._session.t)
+        plan, t = self.plan, self._session.t
+        if self._scaling is not None and plan is not None:  # else the scaler has step 0's
+            assert self._outcomes is not None
+            self._scaling.show(plan, t)
+            self._outcomes.forget(plan.ended_before(t))
         self._backward = ExitStack()  # an earlier one that failed stays as it was
         self._backward.enter_context(self._session.backward(closure_loss, last=last))
         together = self._session.runs_together
@@ -280,28 +280,11 @@ class ReplicatedTraining(AbstractTraining):
         if self._owes_update and not self._session.failed:
             raise no_update(self._plan.preset, self._session.t)
 
-    def _update_together(self) -> bool:
-        """Say whether every rank makes updates, of some stages, at the end of each step."""
-        plan = self.plan
-        assert plan is not None
+    @override
+    def update_together(self) -> bool:
+        plan = self._engine.plan
         owners = {plan.owner(j) for j in range(plan.num_stages)}
         return plan.weights == "sync" and len(owners) == plan.num_workers
-
-    def _apply(self, t: int, stages: Sequence[int]) -> Collection[int]:
-        plan, engine, skipped = self.plan, self._session.engine, set[int]()
-        assert plan is not None
-        if self._scaling is not None:
-            assert engine is not None
-            skipped = set(self._scaling.skipped(engine, t, stages))
-        if skipped.issuperset(stages):
-            self._updates.apply(t, stages, skips=True)
-            return skipped
-        for p in (p for j in skipped for p in self._parameters_of(j)):
-            p.grad = None
-        updated = [j for j in stages if j not in skipped]
-        with self._feedback.corrected(plan, {j: self._parameters_of(j) for j in updated}):
-            self._updates.apply(t, updated)
-        return skipped
 
     def _skips_backward(self) -> bool:
         # stochastic weight averaging runs an epoch of forwards alone, for BatchNorm statistics
@@ -351,7 +334,9 @@ class ReplicatedTraining(AbstractTraining):
     def _settle_scale(self) -> None:
         session = self._session
         if self._scaling is not None and not session.failed:
-            self._scaling.settle(session.t, session.assembly)
+            assert self._outcomes is not None
+            self._outcomes.settle(self._scaling.known, session.t, session.assembly)
+            self._scaling.catch_up(session.t)
 
     @override
     def flush_own(self) -> None:
@@ -366,18 +351,8 @@ class ReplicatedTraining(AbstractTraining):
             self._guard.note()
 
     @override
-    def _part_of_delayed_state(self) -> dict[str, Any] | None:
-        state = super()._part_of_delayed_state()
-        if state is not None and self._scaling is not None:
-            state["scales"] = self._scaling.state()
-        return state
-
-    @override
     def resume(self, saved: Mapping[str, Any] | None) -> bool:
         goes_on = super().resume(saved)
-        if self._scaling is not None:  # else it goes on from what the scaler itself has loaded
-            scales = saved.get("scales") if saved is not None and goes_on else None
-            self._scaling.put_state(scales or {})
         self._guard.forget()
         return goes_on
 
@@ -392,19 +367,10 @@ class ReplicatedTraining(AbstractTraining):
         return state
 
     @override
-    def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(own, checkpoint)
-        self._owned_is_kept = False
-
-    def _keep_owned_state(self) -> None:
-        if not self._owned_is_kept:
-            mine = self._session.with_state
-            ckpt.keep_owned_state(self._trainer.optimizers[0], mine)
-            # nobody knows yet who updates what is frozen, when it is unfrozen
-            weights = self._module.parameters()
-            frozen = [p for p in weights if not (p.requires_grad or is_absent(p))]
-            self._forms.leave([*mine, *map(self._forms.trained, frozen)])
-            self._owned_is_kept = True
+    def _untold(self) -> Sequence[nn.Parameter]:
+        # nobody knows yet who updates what is frozen, when it is unfrozen
+        weights = self._module.parameters()
+        return [self._forms.trained(p) for p in weights if not (p.requires_grad or is_absent(p))]
 
     # ------------------------------------------------------------------ the end
 
@@ -438,47 +404,3 @@ def plan_of_rounds(
 def may_accumulate(trainer: Trainer) -> bool:
     scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
     return scheduled or trainer.accumulate_grad_batches != 1
-
-
-@final
-class ScaledUpdates:
-    """Give each step its scale, and say which stages an update leaves as they were."""
-
-    def __init__(self, scaler: GradScaler, *, together: bool) -> None:
-        self.outcomes = Outcomes()
-        self._scaling = LossScaling(scaler, self._is_finite)
-        self._together = together
-        self._num_stages = 0
-
-    def _is_finite(self, t: int) -> bool:
-        return self.outcomes.are_finite(t, self._num_stages)
-
-    def begin_backward(self, plan: Plan, t: int) -> None:
-        """Let the scaler have the scale of step ``t``, before a loss is multiplied by it."""
-        self._num_stages = plan.num_stages
-        self._scaling.show(plan, t)
-        self.outcomes.forget(plan.ended_before(t))
-
-    def skipped(self, engine: Engine, t: int, stages: Sequence[int]) -> Collection[int]:
-        """Take the scale out of the gradients of own stages; return those not to be updated."""
-        overflowed = [
-            j for j in stages
-            if not self._scaling.unscaled(engine.plan, t, [p.grad for p in engine.parameters(j)])
-        ]  # fmt: skip
-        if not self._together:
-            return overflowed
-        return () if engine.all_finite(t, overflowed) else stages
-
-    def settle(self, t: int, assembly: Assembly) -> None:
-        """Let every worker's scaler hold the state behind all steps before ``t``.
-
-        All workers must call it, behind a flush.
-        """
-        self.outcomes.settle(self._scaling.known, t, assembly)
-        self._scaling.catch_up(t)
-
-    def state(self) -> dict[int, State]:
-        return self._scaling.state()
-
-    def put_state(self, states: Mapping[int, State]) -> None:
-        self._scaling.put_state(states)

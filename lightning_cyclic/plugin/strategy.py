@@ -22,6 +22,7 @@ from typing_extensions import TypedDict, override
 from lightning_cyclic.compat import Accelerator, CheckpointIO, ClusterEnvironment, Precision
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.plugin import torn_weights
 from lightning_cyclic.plugin.checkpoint_file import none_on_exception
 from lightning_cyclic.plugin.checkpoint_folder import CheckpointFolder
 from lightning_cyclic.plugin.departed import refuse_departed
@@ -35,6 +36,7 @@ from lightning_cyclic.plugin.options import (
 )
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.strategy_setup import Setup
+from lightning_cyclic.plugin.training import AbstractTraining
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.meta import MetaWeights
@@ -96,6 +98,7 @@ class PlannedStrategy(Setup):
         self._options.check()
         self._plan: Plan | None = None
         self._training: Hooks = Hooks()  # Lightning itself answers
+        self._fitted: AbstractTraining | None = None
         self._reductions = HeldReductions()
         self.assembly = Assembly()  # until the process group is made
         self._saved: Mapping[str, Any] | None = None
@@ -117,6 +120,31 @@ class PlannedStrategy(Setup):
                 f"{', '.join(Inherited.__annotations__)}{of_other if elsewhere else ''}; remove "
                 "it (unused parameters need no flag here)"
             )
+
+    @property
+    def _accelerator(self) -> Accelerator | None:
+        """Return what a Trainer that is being made asks for first, of a strategy it was given."""
+        if self._launcher is not None:  # made by the Trainer before
+            raise ConfigurationError(
+                f"one {type(self).__name__} was given to two Trainers, whose devices, precision "
+                "and training it would hold both; allowed: one of its own for each Trainer; use "
+                f"Trainer(strategy={type(self).__name__}(...)) with another one, or a name, "
+                f"strategy={self.preset!r}"
+            )
+        return self._own_accelerator
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        self._own_accelerator = accelerator
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """Return what a rank computes on."""
+        return self._own_accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        self._own_accelerator = accelerator
 
     @property
     @override
@@ -335,6 +363,8 @@ class PlannedStrategy(Setup):
         self.assembly.close()
         self._undo.close()
         module = self.lightning_module
+        if module is not None and self._chosen.memory_limit_bytes is None:
+            torn_weights.make_writable(module)
         if module is not None and any(p.is_meta for p in module.parameters()):
             self._lightning_module = None  # it was refused; Lightning would move it, and fail
         super().teardown()

@@ -18,6 +18,7 @@ from lightning_cyclic.compat import (
     TorchCheckpointIO,
 )
 from lightning_cyclic.plugin import checkpoint as ckpt
+from lightning_cyclic.plugin import torn_weights
 from lightning_cyclic.plugin.checkpoint_file import CheckpointFile, check_file
 from lightning_cyclic.plugin.checkpoint_folder import (
     CheckpointFolder,
@@ -40,6 +41,7 @@ class Checkpoints(DDPStrategy):
     """Write files or folders, and go on from them."""
 
     _training: Hooks
+    _fitted: AbstractTraining | None  # behind whose fit another loop may have run
     _chosen: Options
     _unmade: MetaWeights | None
     _saved: Mapping[str, Any] | None
@@ -57,7 +59,8 @@ class Checkpoints(DDPStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         with self.assembly.waiting(ckpt.TO_WRITE):
-            return self._training.optimizer_state(super().optimizer_state, optimizer)
+            knows = self._fitted or self._training
+            return knows.optimizer_state(super().optimizer_state, optimizer)
 
     @override
     def save_checkpoint(
@@ -65,7 +68,7 @@ class Checkpoints(DDPStrategy):
     ) -> None:
         """Write a checkpoint with one more key for what is delayed: a file, or a folder."""
         with self.assembly.waiting(ckpt.TO_WRITE):
-            state = self._training.delayed_state()
+            state = (self._fitted or self._training).delayed_state()
         if self._chosen.save_distributed_checkpoint:
             self._save_folder(checkpoint, state, filepath, storage_options)
             return
@@ -136,10 +139,14 @@ class Checkpoints(DDPStrategy):
         assert self.lightning_module is not None
         self.flush()
         self._note_unmade()
+        if self._training is not self._fitted:
+            self._fitted = None  # whose weights they are no more
         if self._unmade is not None and self._folder is None and self._exceeds_memory:
             refuse_file("a checkpoint to go on from")
+        torn_weights.make_writable(self.lightning_module)
         with self._training.writable():
             super().load_model_state_dict(checkpoint, strict=strict)
+        torn_weights.forget(self.lightning_module)
         self._resume()
 
     @override

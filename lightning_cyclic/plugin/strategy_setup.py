@@ -24,11 +24,14 @@ from lightning_cyclic.compat import (
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
+from lightning_cyclic.plugin import torn_weights
 from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
 from lightning_cyclic.plugin.callbacks.flush import FlushCallback
 from lightning_cyclic.plugin.checkpoint_file import CheckpointFile
 from lightning_cyclic.plugin.checks import (
     check_beyond_memory,
+    check_fit,
+    check_flow,
     check_hosts_of_groups,
     check_no_averaging,
     check_plan,
@@ -86,7 +89,10 @@ class Setup(Checkpoints):
 
     @override
     def setup_environment(self) -> None:
-        """Forget the training before this one: a checkpoint is loaded before setup."""
+        """Forget the training before this one: a checkpoint is loaded before setup.
+
+        A fit still knows which rank has which state of its optimizer.
+        """
         self._plan = self._training.plan or self._plan
         self._training, self._unmade = Hooks(), None
         self.assembly.close()
@@ -117,6 +123,8 @@ class Setup(Checkpoints):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        assert trainer.state.fn is not None
+        torn_weights.check(trainer.lightning_module, f"trainer.{trainer.state.fn.value}")
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._make_unmade(trainer, fitting=fitting)
         self._prepare(trainer, self._options, fitting=fitting)
@@ -126,6 +134,8 @@ class Setup(Checkpoints):
         super().setup(trainer)
         options = self._options
         kind = _kind_of_training(options, fitting=fitting)
+        if fitting:
+            self._fitted = None
         if kind is None and not fitting:
             return
         self._plan = options.plan(options.expected_stages(self.lightning_module))
@@ -142,7 +152,8 @@ class Setup(Checkpoints):
                 self._undo.enter_context(plain_copies(trainer.lightning_module))
                 if self.world_size > 1:
                     self._undo.enter_context(refusing_collectives(self._reductions))
-                self._training = kind(trainer, options, self._plan, self._reductions)
+                training = kind(trainer, options, self._plan, self._reductions)
+                self._training, self._fitted = training, training if fitting else self._fitted
             self._resume()
         elif self._saved is not None:  # Lightning itself trains, on the newest weights
             ckpt.warn_of_other_plan(self._saved, "sync")
@@ -176,8 +187,13 @@ class Setup(Checkpoints):
         if fitting and isinstance(self.precision_plugin, SparseStatePrecision):
             self.check_compressed_states(options)
         kind = _kind_of_training(options, fitting=fitting)
-        if kind is not None:
-            kind.check(trainer, sync_batchnorm=self._layer_sync is not None)
+        if kind is not None and fitting:
+            sync = self._layer_sync is not None
+            check_fit(trainer, trainer.lightning_module, sync_batchnorm=sync)
+        if kind is not None and kind is not ReplicatedTraining:
+            check_no_averaging(trainer, "of which each worker of a pipeline has a part")
+        if kind is AsynchronousPipelineTraining:
+            check_flow(trainer)
 
     @override
     def configure_ddp(self) -> None:

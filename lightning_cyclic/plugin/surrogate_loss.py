@@ -1,16 +1,16 @@
 """Surrogates: a loss whose backward deposits the gradients that a program has computed.
 
-A pipelined step runs its backwards inside ``training_step``. Lightning, which scales the loss,
-runs a backward and looks at ``p.grad``, is given a stand-in for the loss: gradients stay out of
-``p.grad`` until the stand-in's backward, so that hooks and accumulation work as in plain
-training.
+A pipelined step runs its backwards inside ``training_step``. Lightning is given a leaf in the
+place of its loss, and cannot be served without one: between ``training_step`` and the optimizer's
+step it zeroes gradients, scales the loss, and calls the module's own ``backward``, which may scale
+it further; only behind that may ``p.grad`` hold the new gradients, times what it was scaled by.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -88,22 +88,14 @@ def _scaled_since(before: Tensor, total: Tensor, factor: float | Tensor) -> Tens
     return scaled if isinstance(factor, float) else torch.where(factor == 1, total, scaled)
 
 
-class _Deposit(torch.autograd.Function):
-    """Stand for the loss of a batch whose backward has been run."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, deposit: Callable[[Tensor], None]) -> Any:
-        ctx.deposit = deposit
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.deposit(grad)
-        return None, None, None
-
-
 def stand_in(loss: Tensor, deposit: Callable[[Tensor], None] = lambda grad: None) -> Tensor:
     """Return a stand-in of a loss, whose gradients the program has applied, or deposits."""
-    anchor = torch.zeros((), requires_grad=True, device=loss.device)
-    made: Tensor = _Deposit.apply(anchor, loss, deposit)  # type: ignore[no-untyped-call]
+    made = loss.detach().clone().requires_grad_()
+
+    def reached(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        deposit(leaf.grad)
+        leaf.grad = None
+
+    made.register_post_accumulate_grad_hook(reached)  # type: ignore[no-untyped-call]
     return made

@@ -5,27 +5,30 @@
       SynchronousPipelineTraining    a flush between steps (synchronous_pipeline.py)
       AsynchronousPipelineTraining      none: steps flow into each other (asynchronous_pipeline.py)
 
-What a training does not say is as in hooks.py.
+What a training does not say is as in hooks.py. Gradients become weights in one place, for all of
+them: updates.py, which asks a training about the gradients of its stages.
 """
 
 from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cyclic.compat import LightningModule, Trainer, TrainerFn, rank_zero_info
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
-from lightning_cyclic.plugin.checks import check_optimizers
+from lightning_cyclic.plugin import torn_weights
+from lightning_cyclic.plugin.checks import check_optimizers, scaler_of
+from lightning_cyclic.plugin.clipping import clip_mode, may_clip_by_norm
 from lightning_cyclic.plugin.error_feedback import ErrorFeedback
 from lightning_cyclic.plugin.hooks import Hooks, Own
 from lightning_cyclic.plugin.loader_position import LoaderPosition
@@ -33,12 +36,14 @@ from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.stop_signal import Asked, StopSignals
+from lightning_cyclic.plugin.updates import Stages, Updates
 from lightning_cyclic.plugin.weight_guard import FreezingWatch
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_module, require_same_number
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.failure_words import lack_of_memory, relief
 from lightning_cyclic.runtime.flight_recorder import FOLDER, write_down
+from lightning_cyclic.runtime.loss_scaling import LossScaling
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.places import paste
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
@@ -60,8 +65,8 @@ class AbstractTraining(Hooks, ABC):
         self._plan = plan
         self._reductions = reductions
         self._feedback = ErrorFeedback(is_on=options.error_feedback)
-        self._accumulating = False
-        self._has_told_stages = self._closed = False
+        self._accumulating = self._is_under_way = False
+        self._has_told_stages = self._closed = self._owned_is_kept = False
         self._signals: StopSignals | None = None
         self._loaders: LoaderPosition | None = None
         self._freezing: FreezingWatch | None = None
@@ -71,20 +76,82 @@ class AbstractTraining(Hooks, ABC):
             self._forms = self._make_forms(trainer)
             self._freezing = FreezingWatch(trainer, self._forms)
             self._loaders = LoaderPosition(trainer)
+        self._clip = clip_mode(trainer, plan, options.clip_norm)
+        scaler, self._scaling = scaler_of(trainer), None
+        if scaler is not None:
+            at_once = self._lag is None
+            self._scaling = LossScaling(scaler, self._was_finite, at_once=at_once)
+        if scaler is not None or (self._clip == "global" and may_clip_by_norm(trainer)):
+            self._options, self._plan = self._telling_norms(options, plan)
+        self._updates = Updates(
+            trainer,
+            plan.preset,
+            self._clip,
+            self,
+            reductions,
+            self._forms,
+            self._lag,
+            told_before=self._plan.flows and self._plan.norms != "none",
+        )
         # on the instance: the module's own configure_gradient_clipping still leads here
-        vars(trainer.precision_plugin)["clip_grad_by_norm"] = self._clip
+        vars(trainer.precision_plugin)["clip_grad_by_norm"] = self._updates.clip_grad_by_norm
 
-    @staticmethod
-    @abstractmethod
-    def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
-        """Refuse a Trainer and a module that cannot be trained so, before anything is set up.
+    # ------------------------------------------------------------------ updates
 
-        Raises:
-            ConfigurationError: with the flag, what is allowed and what to do.
-        """
+    _lag: int | None = 2  # see Updates
 
     @abstractmethod
-    def _clip(self, optimizer: Optimizer, clip_val: float) -> None: ...
+    def _telling_norms(self, options: Options, plan: Plan) -> tuple[Options, Plan]:
+        """Let those know the norms of all gradients who decide about a step by them."""
+
+    @abstractmethod
+    def _was_finite(self, t: int) -> bool | None:
+        """Say whether the gradients of a step that has ended were; None: there were none."""
+
+    @abstractmethod
+    def parameters_of(self, j: int) -> Sequence[nn.Parameter]: ...
+
+    @abstractmethod
+    def total_norm(self, t: int, order: Sequence[nn.Parameter]) -> Tensor: ...
+
+    def overflowed(self, t: int, stages: Stages) -> Collection[int]:
+        """Take the scale out of gradients; return the stages whose own are not finite."""
+        scaling, plan = self._scaling, self.plan
+        if scaling is None:
+            return ()
+        assert plan is not None
+        grads = {j: [p.grad for p in ps] for j, ps in stages.items()}
+        return [j for j in stages if not scaling.unscaled(plan, t, grads[j])]
+
+    @abstractmethod
+    def skipped(self, t: int, stages: Sequence[int], own: Collection[int]) -> Collection[int]: ...
+
+    def changing(self, t: int, stages: Stages) -> AbstractContextManager[None]:
+        assert self.plan is not None
+        return self._feedback.corrected(self.plan, stages)
+
+    def update_together(self) -> bool:
+        """Say whether every rank makes updates, of some stages, at the end of each step."""
+        return False
+
+    def _keep_owned_state(self) -> None:
+        """Give up what the optimizer has of other workers' stages: a checkpoint has it of all."""
+        if not self._owned_is_kept:
+            mine = self._session.with_state
+            ckpt.keep_owned_state(self._trainer.optimizers[0], mine)
+            self._forms.leave([*mine, *self._untold()])
+            self._owned_is_kept = True
+
+    def _untold(self) -> Sequence[nn.Parameter]:
+        """Return what the optimizer has of which nobody knows yet who will update it."""
+        return ()
+
+    @override
+    def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(own, checkpoint)
+        self._owned_is_kept = False
+        if self._is_apart:  # else when it is known which are the own ones
+            self._keep_owned_state()
 
     def _make_forms(self, trainer: Trainer) -> WeightForms:
         """Return what of weights is trained, and travels; all workers must call it."""
@@ -118,7 +185,7 @@ class AbstractTraining(Hooks, ABC):
 
     @property
     def updated_parameters(self) -> Sequence[nn.Parameter]:
-        return list(self._session.named().values())
+        return self._updates.updated
 
     # ------------------------------------------------------------------ steps
 
@@ -137,6 +204,7 @@ class AbstractTraining(Hooks, ABC):
             self.flush()
             self._freezing.agree(self._session)
             self._train_others()
+            self._owned_is_kept = False
 
     @abstractmethod
     def _train_others(self) -> None:
@@ -165,6 +233,10 @@ class AbstractTraining(Hooks, ABC):
 
     def flush(self) -> None:
         self._session.flush()
+
+    @override
+    def bring(self) -> None:
+        self._is_under_way = False  # until the next step all ranks have weights of one step
 
     def agree_to_stop(self) -> None:  # only where ranks learn metrics late
         """Behind a flush, see that all ranks go on, or that all stop."""
@@ -198,6 +270,8 @@ class AbstractTraining(Hooks, ABC):
         self._reductions.stop_refusing()
         if self._session.failed:
             return
+        if self._is_under_way and self.plan is not None and not self._stays_whole:
+            torn_weights.note(self._module, f"by {type(error).__name__} {self.when}")
         lack, todo = lack_of_memory(error), ""
         if lack:
             todo = relief(self.plan or self._plan, self._options.activation_checkpointing)
@@ -206,6 +280,11 @@ class AbstractTraining(Hooks, ABC):
         self._session.fail(error, todo)
         rank, worker = f"{self._name} ended {self.when}", self._worker
         write_down(self._failure_path, error, rank, worker, plan, rows)
+
+    @property
+    def _stays_whole(self) -> bool:
+        """Say whether this rank has all weights of one step, also within the next one."""
+        return False
 
     @property
     def _name(self) -> str:
@@ -230,12 +309,13 @@ class AbstractTraining(Hooks, ABC):
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self, own: Own) -> dict[str, Any]:
+        torn_weights.check(self._module, "save_checkpoint")
         if not self._writes_parts:
             self.flush()
             return self._whole_weights(own)
         self.flush_own()
         is_first = self._trainer.is_global_zero
-        if self._has_parts:
+        if self._is_apart:
             return ckpt.part_of_state(self._module, self._session.own_names(), rest=is_first)
         return own() if is_first else {}
 
@@ -244,7 +324,7 @@ class AbstractTraining(Hooks, ABC):
         return self._options.save_distributed_checkpoint
 
     @property
-    def _has_parts(self) -> bool:
+    def _is_apart(self) -> bool:
         """Say whether it is known which worker has what; else the first has all."""
         return self._has_stages and not self._closed
 
@@ -292,7 +372,8 @@ class AbstractTraining(Hooks, ABC):
             "plan": ckpt.numbers(session.plan),
             "starts": list(session.starts or ()),
         }
-        return used | state | {"feedback": feedback} | self._positions()
+        scales = {} if self._scaling is None else {"scales": self._scaling.state()}
+        return used | state | {"feedback": feedback} | scales | self._positions()
 
     def _positions(self) -> dict[str, Any]:
         """Return which batches come next, in which order, and what hooks draw on this rank."""
@@ -329,8 +410,12 @@ class AbstractTraining(Hooks, ABC):
         if self._loaders is not None:
             self._put_positions(self._loaders, saved or {})
         goes_on = self._session.resume(saved, fits=fits)
-        feedback = saved.get("feedback", {}) if saved is not None and goes_on else {}
-        self._feedback.put_state(feedback, self._session.named() if goes_on else {})
+        state = saved if saved is not None and goes_on else {}
+        self._feedback.put_state(
+            state.get("feedback", {}), self._session.named() if goes_on else {}
+        )
+        if self._scaling is not None:  # else it goes on from what the scaler itself has loaded
+            self._scaling.put_state(state.get("scales") or {})
         return goes_on
 
     def _put_positions(self, mine: LoaderPosition, saved: Mapping[str, Any]) -> None:

@@ -7,6 +7,8 @@ last stage: a function of the plan, never of the timing.
 
     scale(t) = what the scaler makes of the outcomes of steps 0 .. plan.ended_before(t) - 1
 
+Where no step begins before the one ahead of it has ended, those are all steps before it.
+
 Whether a step is skipped is one decision under ``delayed``, as all stages know of all before they
 update; under other rules each stage skips its own.
 """
@@ -113,19 +115,23 @@ class LossScaling:
     Args:
         scaler: the Trainer's, whose numbers are used; it holds the newest state between steps.
         is_finite: says of a step whether the gradients of every stage are finite; waits for those
-            of other workers.
+            of other workers. None: it had no loss.
+        at_once: whether each step ends before the next one begins.
     """
 
-    def __init__(self, scaler: GradScaler, is_finite: Callable[[int], bool]) -> None:
+    def __init__(
+        self, scaler: GradScaler, is_finite: Callable[[int], bool | None], *, at_once: bool = False
+    ) -> None:
         self._scaler = scaler
         self._is_finite = is_finite
+        self._at_once = at_once
         self._states: dict[int, State] = {}  # outcomes that are counted in -> state
 
     def scale_of(self, plan: Plan, t: int) -> float:
         return self._state_of(plan, t)[0]
 
     def _state_of(self, plan: Plan, t: int) -> State:
-        counted = plan.ended_before(t)
+        counted = t if self._at_once else plan.ended_before(t)
         self._forget(counted - 2 * plan.steps_under_way)
         return self._state(counted)
 
@@ -138,6 +144,7 @@ class LossScaling:
         self, plan: Plan, t: int, share: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor], Tensor]:
         """Return the share of a micro-batch in the loss of step ``t``, times its scale."""
+        self.begin(t)
         return lambda ones: share(ones) * self.scale_of(plan, t)
 
     @torch.no_grad()
@@ -170,7 +177,10 @@ class LossScaling:
     def _state(self, counted: int) -> State:
         first, last = min(self._states), max(self._states)
         for n in range(last, counted):
-            self._states[n + 1] = state_behind(self._scaler, self._states[n], self._is_finite(n))
+            state, is_finite = self._states[n], self._is_finite(n)
+            if is_finite is not None:
+                state = state_behind(self._scaler, state, is_finite)
+            self._states[n + 1] = state
         return self._states[max(counted, first)]  # first: behind a checkpoint of another plan
 
     def _forget(self, before: int) -> None:

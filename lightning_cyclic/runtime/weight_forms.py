@@ -52,8 +52,15 @@ class WeightForms:
         """
 
     @contextmanager
-    def updating(self, trained: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Let the body update, from the gradients in ``grad``; weights have it behind."""
+    def updating(
+        self, trained: Sequence[nn.Parameter], *, follows: bool = False
+    ) -> Iterator[None]:
+        """Let the body update, from the gradients in ``grad``; weights have it behind.
+
+        Args:
+            trained: what is updated.
+            follows: whether what others have written into weights is taken over.
+        """
         yield
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.plugin.deferred_update import HiddenGradients
+from lightning_cyclic.plugin.updates import HiddenGradients
 from lightning_cyclic.runtime.absent import AbsentParameter, home_of, leave
 
 

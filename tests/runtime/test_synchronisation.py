@@ -33,13 +33,11 @@ OWN_CLIPPING = "torch's own clipping, as under any strategy: from a device to it
 ON_GROUP = "to the device of the process group: its own, unless several workers share a GPU"
 SCALER = "torch's own scaler asks once per update, too, whether to skip it"
 ALLOWED = {
-    "plugin.clipping:clip_stages to": OWN_CLIPPING,
-    "plugin.deferred_update:DeferredUpdates.apply item": COUNTERS,
-    "plugin.deferred_update:DeferredUpdates.clip_grad_by_norm to": OWN_CLIPPING,
     "plugin.records:_reduce to": "a value stays where it is, unless the next one lies elsewhere",
-    "plugin.synchronous_pipeline:SharedScaler.deciding item": SCALER,
-    "plugin.synchronous_pipeline:SharedScaler.has_overflowed __bool__": SCALER,
     "plugin.surrogate_loss:Surrogates._deposit __float__": "only where it is the host's",
+    "plugin.synchronous_pipeline:SynchronousPipelineTraining.optimizer_step item": COUNTERS,
+    "plugin.updates:Updates.apply item": COUNTERS,
+    "plugin.updates:Updates.clip_grad_by_norm to": OWN_CLIPPING,
     "runtime.buffers:Buffer.__init__ numpy": "of buffers in the host's memory, once each",
     "runtime.late_values:LateValues.settle item": "of a pinned copy, one step late on a GPU",
     "runtime.loss_scaling:LossScaling.unscaled __bool__": SCALER,

@@ -163,6 +163,39 @@ def test_scales_and_skipped_updates_follow_the_rule(
         assert skipped - all_stages or len(reference.stages) == 1
 
 
+class Halves(Callback):
+    """Changes the gradients of an update before they are clipped."""
+
+    def on_before_optimizer_step(self, trainer: Any, *args: Any) -> None:
+        for p in trainer.strategy.updated_parameters:
+            p.grad.mul_(0.5)
+
+
+class Halved:
+    """Steps an optimizer on half of the gradients."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.param_groups, self.zero_grad = optimizer.param_groups, optimizer.zero_grad
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.mul_(0.5)
+        self._optimizer.step()
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp_v1", "1f1b"])
+def test_gradients_that_a_hook_changes_are_clipped_as_it_leaves_them(preset: str) -> None:
+    num_microbatches = 2 if preset in WHOLE else 4
+    job = job_of("unet", 7, flags=CLIPPED | {"callbacks": [Halves()]})
+    job = replace(job, num_microbatches=num_microbatches)
+    ranks = pipelines(job, 2, preset=preset, stages=4)
+    reference, scaled = by_rule(ranks, job, "all")
+    scaled._optimizer = Halved(scaled._optimizer)
+    reference.train(ranks[0]["plan"]).compare(ranks)
+    assert 0 in scaled.skipped
+
+
 def test_flushes_in_the_middle_change_no_scale_of_predicted_weights() -> None:
     job = job_of(num_microbatches=1)
     (alone,) = pipelines(job, 1, preset="pipeoptim", stages=4)

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_cyclic import PRESETS, CyclicStrategy, PipelineStrategy, SparseStatePrecision
 from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan.presets import AXES
-from lightning_cyclic.plugin.checks import check_trainer
+from lightning_cyclic.plugin.checks import check_fit
 from tests.harness import processes
 from tests.harness.processes import here
 from tests.harness.rows import in_turn, more
@@ -116,7 +116,7 @@ def test_mps() -> None:
         accelerator = MPSAccelerator.__new__(MPSAccelerator)
 
     with pytest.raises(ConfigurationError, match=r"'mps'.*allowed: 'cpu', 'cuda'; use "):
-        check_trainer(OnMps(), LightningModule(), sync_batchnorm=False)  # type: ignore[arg-type]
+        check_fit(OnMps(), LightningModule(), sync_batchnorm=False)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- what ranks train on
@@ -368,9 +368,10 @@ def one_refuses(
           for returned, says in [(0.5, "must return a Tensor, a dict"),
                                  ({"los": 1}, "the 'loss' key")]),
         # precisions, and what travels
-        one_refuses(m.HalvesGradients, "StepError", "changed in step 0 before they were clipped",
-                    strategy={"preset": "cyclic_dp_v1", "stages": 4}, gradient_clip_val=0.02,
-                    plugins=[precision()]),
+        *(one_refuses(m.HalvesGradients, "StepError", "changed in step 0 before they were clipped",
+                      strategy=FLOW | {"preset": "pipedream_2bw"}, gradient_clip_val=0.02,
+                      **plugins)
+          for plugins in ({}, {"plugins": [precision()]})),
         one_refuses(m.Steep, "StepError", "reduce_dtype='fp16' sends none above 65504",
                     "gradients have an element of ",
                     strategy={"preset": "cyclic_dp", "reduce_dtype": "fp16"}),

@@ -504,10 +504,12 @@ class SparseForms(WeightForms):
 
     @override
     @contextmanager
-    def updating(self, trained: Sequence[nn.Parameter]) -> Iterator[None]:
+    def updating(
+        self, trained: Sequence[nn.Parameter], *, follows: bool = False
+    ) -> Iterator[None]:
         states = [s for p in trained if (s := self._by_master.get(id(p))) is not None]
         for state in states:
-            state.show(follows=False)  # weights change with versions, and by nothing else
+            state.show(follows=follows)  # else weights change with versions, and by nothing else
         self._check()
         yield
         for state in states:

@@ -1,10 +1,20 @@
-"""Deferred updates: apply the gradients of step t later, with the hyper-parameters of step t."""
+"""Updates: from gradients in ``p.grad`` of some stages to new weights, within a step or later.
+
+    gradients    the scale of the loss is taken out of them
+    hooks        on_before_optimizer_step, and clipping
+    decision     stages whose gradients overflowed stay as they are
+    step         the optimizer's, of all others
+
+A pipeline with a flush makes the update of all its stages within ``optimizer_step``, as Lightning
+does. Elsewhere the program makes that of step t, stage by stage, up to some steps later, with the
+hyper-parameters of step t, while hooks of later steps have run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +38,7 @@ from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.absent import Home, come_back, home_of, leave
 from lightning_cyclic.runtime.bits import Mark
 from lightning_cyclic.runtime.torch_functions import user_line
-from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
-
-if TYPE_CHECKING:
-    from lightning_cyclic.compat import Trainer
+from lightning_cyclic.runtime.weight_forms import WeightForms
 
 
 @final
@@ -110,56 +117,78 @@ class HiddenGradients:
         return self._used[hook]
 
 
+Stages: TypeAlias = Mapping[int, Sequence[nn.Parameter]]  # what the optimizer has of each
+
+
+class Owner(Protocol):
+    """Know the gradients of a rank's stages, and those of all others."""
+
+    def update_together(self) -> bool:
+        """Say whether every rank runs the hooks of an update in its own step, and once."""
+
+    def parameters_of(self, j: int) -> Sequence[nn.Parameter]:
+        """Return what the optimizer has of a stage."""
+
+    def total_norm(self, t: int, order: Sequence[nn.Parameter]) -> Tensor:
+        """Return the norm over all stages of a step, reduced in this order of parameters."""
+
+    def overflowed(self, t: int, stages: Stages) -> Collection[int]:
+        """Take the scale out of gradients; return the stages whose own are not finite."""
+
+    def skipped(self, t: int, stages: Sequence[int], own: Collection[int]) -> Collection[int]:
+        """Return which of the stages stay as they are, since these own ones overflowed."""
+
+    def changing(self, t: int, stages: Stages) -> AbstractContextManager[None]:
+        """Let the body change the parameters of stages."""
+
+
 @final
-class DeferredUpdates:
-    """Remember an optimizer's hyper-parameters by step, and apply updates with them.
+class Updates:
+    """Make updates, each with the hyper-parameters of its step.
 
     Args:
         clip: "stage" clips each stage by its own norm, "global" by the norm over all stages.
-        parameters_of: stage -> its parameters on this worker.
-        total_norm: (step, parameters) -> the norm over all stages.
-        lag: steps by which an update, or what reads its hyper-parameters, is late at most.
-        is_scaled: whether norms are taken before hooks run, to look for overflows.
-        may_log: whether all ranks run the hooks of an update in its own step, and once.
+        lag: steps by which an update, or what reads its hyper-parameters, is late at most; None
+            where it is made within ``optimizer_step``.
+        told_before: whether norms of gradients are taken, and told, before hooks run.
     """
 
-    def __init__(  # noqa: PLR0913  (whose updates, of what, how clipped and how late)
+    def __init__(
         self,
         trainer: Trainer,
         preset: str,
         clip: str,
+        owner: Owner,
         reductions: HeldReductions,
-        parameters_of: Callable[[int], Sequence[nn.Parameter]],
-        total_norm: Callable[[int, Sequence[nn.Parameter]], Tensor],
-        lag: int = 2,
+        forms: WeightForms,
+        lag: int | None,
         *,
-        is_scaled: bool = False,
-        forms: WeightForms = ALL,
-        may_log: Callable[[], bool] = lambda: False,
+        told_before: bool = False,
     ) -> None:
-        self._may_log = may_log
         self._trainer = trainer
-        self.updated: list[nn.Parameter] = []  # whose whole gradients hooks see
         self._preset = preset
-        self._gradients = HiddenGradients(trainer, preset)
-        self._gradients.hide_behind_backward()
-        self._reductions = reductions
         self._clip = clip
+        self._owner = owner
+        self._reductions = reductions
+        self._forms = forms
+        self._lag = lag
+        self._told_before = told_before
+        self.updated: list[nn.Parameter] = []  # whose whole gradients hooks see
+        self._gradients = HiddenGradients(trainer, preset)
+        if lag is not None:
+            self._gradients.hide_behind_backward()
+        self._t = -1  # of the update under way
         self._remembered: dict[int, _Remembered] = {}
         self._newest = -1  # step of an update whose counts of steps the groups have
         self._added: set[str] = set()  # keys that the first update brought
         self._counted: set[str] = set()  # keys that updates change
-        self._lag = lag
-        self._parameters_of = parameters_of
-        self._total_norm = total_norm
-        self._is_scaled = is_scaled
-        self._forms = forms
         self._measured: list[tuple[nn.Parameter, Mark]] = []  # as norms saw them
 
     def remember(self, t: int, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
         """Keep the hyper-parameters of step ``t``, before a scheduler moves on."""
         now = self._trainer.global_step
         self._remembered[t] = _Remembered(values_of(optimizer), kwargs, now)
+        assert self._lag is not None
         for old in [k for k in self._remembered if k < t - self._lag]:
             del self._remembered[old]
         # schedulers warn when they step before the optimizer; its step is only later
@@ -198,47 +227,73 @@ class DeferredUpdates:
         if t not in self._remembered:
             raise no_update(self._preset, t)
 
-    def apply(self, t: int, stages: Sequence[int], *, skips: bool = False) -> None:
-        """Run hooks, clipping and the optimizer on the gradients of the given stages.
+    def apply(self, t: int, stages: Sequence[int]) -> Collection[int]:
+        """Update stages by step ``t``, whose gradients are in ``p.grad``, when it may be over.
 
-        Args:
-            stages: whose gradients are in ``p.grad``.
-            skips: leave the optimizer out, as a gradient scaler does that finds an overflow.
+        Returns:
+            Those that stay as they were.
         """
-        trainer, optimizer = self._trainer, self._optimizer
-        remembered = self._remembered[t]
-        updated = [p for j in stages for p in self._parameters_of(j)]
+        trainer, optimizer, remembered = self._trainer, self._optimizer, self._remembered[t]
+        is_in_step = self._owner.update_together()
         with (
             _hyper_parameters(optimizer, remembered.groups, self._added),
             _counting(trainer, remembered.global_step),
-            self._forms.updating(updated),
             self._reductions.refused(),
-            nullcontext() if self._may_log() else refused_in_update(trainer, self._preset),
+            nullcontext() if is_in_step else refused_in_update(trainer, self._preset),
+            self.making(t, stages) as updated,
         ):
-            self.updated = list(map(self._forms.weight, updated))
-            if self._is_scaled:
-                self._measured = [(p, Mark.of(p.grad)) for p in updated]
-            with self.unchanged():
-                with self._gradients.in_hook("on_before_optimizer_step", self.updated):
-                    call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
-                    call._call_lightning_module_hook(
-                        trainer, "on_before_optimizer_step", optimizer
-                    )
-                self.updated = []
-                self._clip_gradients(t, stages)
+            if updated:
+                profiled = trainer.profiler.profile(  # type: ignore[attr-defined]
+                    f"[Strategy]{type(trainer.strategy).__name__}.deferred_optimizer_step"
+                )
+                parameters = [p for ps in updated.values() for p in ps]
+                alone = without_closure(optimizer, self._preset)
+                with profiled, _holding(optimizer, parameters), alone:
+                    optimizer.step(**remembered.kwargs)
+        self._count(t, optimizer, self._found)
+        return set(stages).difference(updated)
+
+    @contextmanager
+    def making(self, t: int, stages: Sequence[int]) -> Iterator[Stages]:
+        """Prepare an update by gradients in ``p.grad``; the body calls the optimizer.
+
+        Yields:
+            What is updated; nothing, where the gradients of all stages overflowed.
+        """
+        optimizer, self._t, self._found = self._optimizer, t, []
+        each = {j: self._owner.parameters_of(j) for j in stages}
+        parameters = [p for j in stages for p in each[j]]
+        with ExitStack() as changing:
+            changing.enter_context(self._forms.updating(parameters, follows=self._lag is None))
+            overflowed = self._owner.overflowed(t, each)
+            if self._told_before:
+                self._measured = [(p, Mark.of(p.grad)) for p in parameters]
+            with nullcontext() if self._lag is None else self.unchanged():
+                self._run_hooks(parameters)
+                self._clip_gradients(list(each.values()), parameters)
             self._measured = []  # which would keep their memory
-            if skips:
-                return
-            check_parted(optimizer, updated, self._preset)
+            skipped = self._owner.skipped(t, stages, overflowed)
+            updated = {j: each[j] for j in stages if j not in skipped}
+            if updated:
+                for p in (p for j in skipped for p in each[j]):
+                    p.grad = None
+                parameters = [p for ps in updated.values() for p in ps]
+                check_parted(optimizer, parameters, self._preset)
+                changing.enter_context(self._owner.changing(t, updated))
             written = Written(optimizer)
-            profiled = trainer.profiler.profile(  # type: ignore[attr-defined]
-                f"[Strategy]{type(trainer.strategy).__name__}.deferred_optimizer_step"
-            )
-            alone = without_closure(optimizer, self._preset)
-            with profiled, _holding(optimizer, updated), alone:
-                optimizer.step(**remembered.kwargs)
-            found = written.find()
-        self._count(t, optimizer, found)
+            yield updated
+            self._found = written.find()
+
+    def _run_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
+        hook = "on_before_optimizer_step"
+        hidden: AbstractContextManager[None] = nullcontext()
+        if self._lag is not None:
+            self.updated = list(map(self._forms.weight, parameters))
+            hidden = self._gradients.in_hook(hook, self.updated)
+        with hidden:
+            call._call_callback_hooks(self._trainer, hook, self._optimizer)
+            call._call_lightning_module_hook(self._trainer, hook, self._optimizer)
+        self.updated = []
 
     def _count(self, t: int, optimizer: Optimizer, found: Values) -> None:
         """Let the next step have what an update has counted.
@@ -258,13 +313,27 @@ class DeferredUpdates:
                 self._added |= new.keys() - group.keys()
                 group.update(new)
 
+    def _clip_gradients(
+        self, each: Sequence[Sequence[nn.Parameter]], every: Sequence[nn.Parameter]
+    ) -> None:
+        for parameters in each if self._clip == "stage" else [every]:
+            with _only(parameters, every):
+                call._call_lightning_module_hook(
+                    self._trainer,
+                    "configure_gradient_clipping",
+                    self._optimizer,
+                    gradient_clip_val=self._trainer.gradient_clip_val,
+                    gradient_clip_algorithm=self._trainer.gradient_clip_algorithm,
+                )
+
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip the gradients that are in ``p.grad``, as one process that has all would."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._clip == "stage":
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
             return
         self._check_measured()
-        total = self._total_norm(self._t, parameters)
+        total = self._owner.total_norm(self._t, parameters)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
 
     def _check_measured(self) -> None:
@@ -273,34 +342,16 @@ class DeferredUpdates:
             if not grad.is_of(p.grad):
                 raise StepError(
                     f"gradients were changed in step {self._t} before they were clipped by their "
-                    "norm (in on_before_optimizer_step or configure_gradient_clipping), but with "
-                    "precision='16-mixed' other ranks have been told their norms before, to skip "
-                    "steps together; allowed: gradients that are changed elsewhere; change them "
-                    "in a hook of the tensors (tensor.register_hook), clip with "
-                    "clip_norm='stage', or use precision='bf16-mixed'"
+                    "norm (in on_before_optimizer_step or configure_gradient_clipping), but under "
+                    f"preset {self._preset!r} other ranks have been told their norms before; "
+                    "allowed: gradients that are changed elsewhere; change them in a hook of the "
+                    "tensors (tensor.register_hook), clip with clip_norm='stage', or use "
+                    "strategy='1f1b'"
                 )
 
     @property
     def _optimizer(self) -> Optimizer:
         return self._trainer.strategy.optimizers[0]
-
-    def _clip_gradients(self, t: int, stages: Sequence[int]) -> None:
-        self._t = t
-        each = [list(self._parameters_of(j)) for j in stages]
-        if self._clip == "global":
-            each = [[p for ps in each for p in ps]]
-        for parameters in each:
-            with _only(parameters, [p for ps in each for p in ps]):
-                self._configured_clipping()
-
-    def _configured_clipping(self) -> None:
-        call._call_lightning_module_hook(
-            self._trainer,
-            "configure_gradient_clipping",
-            self._optimizer,
-            gradient_clip_val=self._trainer.gradient_clip_val,
-            gradient_clip_algorithm=self._trainer.gradient_clip_algorithm,
-        )
 
 
 class _Remembered(NamedTuple):
