@@ -13,13 +13,11 @@ whole slots. No comparison in this package ever needs a tolerance.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from lightning_cyclic.errors import ValidationError
 from lightning_cyclic.plan.actions import COMPUTE, Action
-
-if TYPE_CHECKING:
-    from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.plan import Plan
 
 
 class Entry(NamedTuple):
@@ -28,16 +26,6 @@ class Entry(NamedTuple):
     s: int
     w: int
     text: str
-
-
-def ceil_div(ticks: int, unit: int) -> int:
-    """Round a time up to whole slots.
-
-    Example:
-        >>> ceil_div(4, 3), ceil_div(6, 3), ceil_div(-1, 3)
-        (2, 2, 0)
-    """
-    return -(-ticks // unit)
 
 
 def picture(

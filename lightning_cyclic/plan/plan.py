@@ -17,7 +17,6 @@ from itertools import product
 from typing import TypeVar, cast, final
 
 from lightning_cyclic.plan.actions import Action, Kind
-from lightning_cyclic.plan.clock import ceil_div
 from lightning_cyclic.plan.presets import (
     PLACEMENTS,
     PRESETS,
@@ -26,7 +25,7 @@ from lightning_cyclic.plan.presets import (
     WEIGHTS,
     Axes,
 )
-from lightning_cyclic.plan.schedules import AbstractSchedule, Rounds, SideBySide
+from lightning_cyclic.plan.schedules import AbstractSchedule, Rounds, SideBySide, ceil_div
 
 T = TypeVar("T")
 

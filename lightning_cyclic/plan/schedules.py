@@ -12,10 +12,19 @@ from fractions import Fraction
 from typing import ClassVar, final
 
 from lightning_cyclic.plan.actions import Kind
-from lightning_cyclic.plan.clock import ceil_div
 
 TWO_SLOTS = Fraction(2)
 _WHOLE, _SPLIT = (Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)
+
+
+def ceil_div(ticks: int, unit: int) -> int:
+    """Round a time up to whole slots.
+
+    Example:
+        >>> ceil_div(4, 3), ceil_div(6, 3), ceil_div(-1, 3)
+        (2, 2, 0)
+    """
+    return -(-ticks // unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,8 @@ from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.evidence import log_print
 from lightning_cyclic.runtime.partial_step.losses import loss_of
+from lightning_cyclic.runtime.partial_step.packets import Outcome
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
-from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 from lightning_cyclic.runtime.snapshot import Print, print_of
 from lightning_cyclic.runtime.values.plain import decode, encode
 from lightning_cyclic.runtime.values.trees import flatten
@@ -161,10 +161,9 @@ class Summaries:
 
     def _note(self, name: str, value: Any, arguments: dict[str, Any]) -> None:
         router = self._session.router
-        run = router.run if router else None
-        if run is None:  # the survey, or a metric's own code
+        if router is None or (run := router.run) is None:  # the survey, or a metric's own code
             return
-        if run.depth and run.target < run.router.num_stages - 1:
+        if run.depth and run.target < router.num_stages - 1:
             raise StepError(
                 f"self.log({name!r}, ...) is called inside a module of stage {run.target}, where "
                 "the other workers do not look; allowed: logging in training_step and in the "

@@ -1,7 +1,10 @@
 """The planning floors import neither torch nor Lightning, in a fresh interpreter."""
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -57,3 +60,24 @@ def test_siblings_of_the_first_floor_do_not_import_each_other():
     for axis in axes:
         text = (PACKAGE / "plan" / f"{axis}.py").read_text()
         assert not any(f"lightning_cyclic.plan.{other}" in text for other in axes)
+
+
+def imported(path: Path, known: frozenset[str]) -> Iterator[str]:
+    """List the modules of the package that one imports, also those for types alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield from {inner, node.module} & known if inner not in known else [inner]
+
+
+def test_no_imports_form_a_circle() -> None:
+    paths = {
+        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
+        for p in PACKAGE.rglob("*.py")
+    }
+    known = frozenset(paths)
+    graph = {name: {*imported(path, known)} - {name} for name, path in paths.items()}
+    assert len(graph) > 100
+    assert sum(map(len, graph.values())) > 500
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files

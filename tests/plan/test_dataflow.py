@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.plan.actions import parse
-from lightning_cyclic.plan.clock import Entry, ceil_div, picture
+from lightning_cyclic.plan.clock import Entry, picture
 from lightning_cyclic.plan.dataflow import live_activations, live_versions
+from lightning_cyclic.plan.schedules import ceil_div
 
 
 def program(text):

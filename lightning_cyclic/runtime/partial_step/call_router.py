@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,9 @@ from lightning_cyclic.runtime.compiled import IN_PLACE, is_compiled_in_place, na
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost
 from lightning_cyclic.runtime.partial_step.tape import MARK, OWNED
 from lightning_cyclic.runtime.plain_copies import ours
+from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.stages.evidence import is_inside, is_metric
 from lightning_cyclic.runtime.torch_functions import FunctionWatch
-
-if TYPE_CHECKING:
-    from lightning_cyclic.runtime.partial_step.plain_step import PlainRun
-    from lightning_cyclic.runtime.partial_step.run import Run
-    from lightning_cyclic.runtime.stages.cuts import Cuts
-
 
 _CALL = "forward"  # inside hooks, which run whether the forward is skipped or not
 _WITH_HOOKS = "_call_impl"
@@ -63,6 +58,24 @@ class Unit:
     beside: str
 
 
+class Listener(Protocol):
+    """Be the run of a step: of a stage (run.py), or of all of it (plain_step.py)."""
+
+    is_plain: bool  # without ghosts
+    target: int  # the stage with which it ends
+    depth: int  # above zero within a unit
+    logs: list[tuple[str, Any, dict[str, Any]]]  # name, value and arguments, of what was logged
+
+    def reach(self, path: str, stage: int) -> None:
+        """Begin a stage with the call of a module, unless it has begun."""
+
+    def call(self, unit: Unit, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Answer a call of a module with parameters, or of a metric."""
+
+    def function(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Answer a call of a torch function outside all units."""
+
+
 @final
 class CallRouter:
     """Route a module's calls to the run that is under way."""
@@ -71,9 +84,9 @@ class CallRouter:
         self.module = module
         self.cuts = cuts
         self.device = device
-        self.run: Run | PlainRun | None = None  # that is under way
+        self.run: Listener | None = None  # that is under way
         # the same, while it looks at calls: outside units
-        self.looking: Run | PlainRun | None = None
+        self.looking: Listener | None = None
         self.watch = FunctionWatch()
         self.num_stages = len(cuts.starts) + 1
         self._begins = {path: j for j, path in enumerate(cuts.starts, start=1)}
@@ -85,7 +98,7 @@ class CallRouter:
         self._methods = list(self._route())
         self._own = self._own_methods()
 
-    def begin(self, run: Run | PlainRun) -> None:
+    def begin(self, run: Listener) -> None:
         """Let a run answer calls and torch functions."""
         self.run = run
         self.look(run)
@@ -94,7 +107,7 @@ class CallRouter:
         self.run = None
         self.look(None)
 
-    def look(self, run: Run | PlainRun | None) -> None:
+    def look(self, run: Listener | None) -> None:
         """Let the run look at what is called from here on, or nobody."""
         self.looking = run
         self.watch.hear = None if run is None else run.function

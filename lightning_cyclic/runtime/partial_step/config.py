@@ -15,7 +15,7 @@ from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.runtime.gradient_store import AS_MADE, Gradients, SumDtypes
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.micro_batches import SplitBatch
-from lightning_cyclic.runtime.partial_step.stage_step import Outcome
+from lightning_cyclic.runtime.partial_step.packets import Outcome
 from lightning_cyclic.runtime.predict import Guess
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.runtime import generators
 from lightning_cyclic.runtime.partial_step.losses import loss_of
+from lightning_cyclic.runtime.partial_step.packets import Outcome
 from lightning_cyclic.runtime.snapshot import Print, print_of, prints, tensor_print
 from lightning_cyclic.runtime.values.trees import flatten
-
-if TYPE_CHECKING:
-    from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 
 NOTHING = Print("nothing", "nothing")
 _MOST_SHOWN = 2

@@ -8,7 +8,7 @@ function that is given the ghost gets the real tensor in its place.
 from __future__ import annotations
 
 from itertools import compress
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,15 @@ from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.torch_functions import reads_metadata, user_line
 from lightning_cyclic.runtime.values.plain import TensorSpec
 
-if TYPE_CHECKING:
-    from lightning_cyclic.runtime.partial_step.call_router import CallRouter
-
 Handle = tuple[int, int, int]
 """Where a tensor was made: region, event in the region, leaf of the event's output."""
+
+
+class Router(Protocol):
+    """Know who looks at what is called, if anybody does."""
+
+    @property
+    def looking(self) -> Any: ...
 
 
 @final
@@ -31,7 +35,7 @@ class Ghost(Tensor):
     handle: Handle
     value: Tensor | None = None
     spec: TensorSpec
-    router: CallRouter | None
+    router: Router | None
     _device: torch.device
 
     # what is asked for most does not take the long way through torch
@@ -99,7 +103,7 @@ class Mould:
         spec: TensorSpec,
         handle: Handle,
         device: torch.device,
-        router: CallRouter | None = None,
+        router: Router | None = None,
     ) -> None:
         at = torch.device("cpu") if spec.on_host else device
         self.handle = handle

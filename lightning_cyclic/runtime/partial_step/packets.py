@@ -1,4 +1,4 @@
-"""What goes from a stage to the next one, and what is learnt on the way.
+"""What goes from a stage to the next one, what is learnt on the way, and what comes out at last.
 
 In the first step with a new kind of batch nobody knows what later stages will need: a packet
 holds every tensor that the user's code still could use. Stages note what they did use; the last
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_cyclic.runtime.buffers import sent_spec
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
+from lightning_cyclic.runtime.partial_step.module_state import Change
 from lightning_cyclic.runtime.partial_step.tape import Tape, names, tape_from_data, tape_to_data
 
 
@@ -122,3 +123,16 @@ class Lesson(NamedTuple):
         for h, j in used.items():
             last[h] = max(j, last.get(h, j))
         return cls(paths, last)
+
+
+class Outcome(NamedTuple):
+    """Hold what the last stage got from one micro-batch.
+
+    Args:
+        logs: name, value and arguments of what it logged.
+        changes: of what it keeps on the module.
+    """
+
+    output: Any
+    logs: list[tuple[str, Any, dict[str, Any]]]
+    changes: list[Change]

@@ -33,7 +33,7 @@ from lightning_cyclic.runtime.partial_step.evidence import (
 )
 from lightning_cyclic.runtime.partial_step.ghosts import tensors_in
 from lightning_cyclic.runtime.partial_step.losses import loss_of
-from lightning_cyclic.runtime.partial_step.stage_step import Outcome
+from lightning_cyclic.runtime.partial_step.packets import Outcome
 from lightning_cyclic.runtime.randomness import Randomness, undisturbed
 from lightning_cyclic.runtime.snapshot import Print, Snapshot, print_of, tensor_print
 from lightning_cyclic.runtime.torch_functions import known, leave_modes, num_modes

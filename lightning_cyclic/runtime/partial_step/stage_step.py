@@ -37,9 +37,9 @@ from lightning_cyclic.runtime.partial_step.evidence import Notes
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.losses import check_loss, loss_of
 from lightning_cyclic.runtime.partial_step.micro_batches import BatchReads, noted, noting
-from lightning_cyclic.runtime.partial_step.module_state import Change, ModuleState, Seen, Visit
+from lightning_cyclic.runtime.partial_step.module_state import ModuleState, Seen, Visit
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
-from lightning_cyclic.runtime.partial_step.packets import Gradients, Lesson, Packet
+from lightning_cyclic.runtime.partial_step.packets import Gradients, Lesson, Outcome, Packet
 from lightning_cyclic.runtime.partial_step.passage import Entry, Habit, Habits, Passage
 from lightning_cyclic.runtime.partial_step.run import Run
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
@@ -67,19 +67,6 @@ class Micro(NamedTuple):
     family: str
     reads: BatchReads | None = None
     where: str = ""
-
-
-class Outcome(NamedTuple):
-    """Hold what the last stage got from one micro-batch.
-
-    Args:
-        logs: name, value and arguments of what it logged.
-        changes: of what it keeps on the module.
-    """
-
-    output: Any
-    logs: list[tuple[str, Any, dict[str, Any]]]
-    changes: list[Change]
 
 
 @dataclass(slots=True, kw_only=True)

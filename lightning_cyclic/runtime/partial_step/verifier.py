@@ -33,8 +33,9 @@ from lightning_cyclic.runtime.partial_step.evidence import (
 )
 from lightning_cyclic.runtime.partial_step.micro_batches import shares_of
 from lightning_cyclic.runtime.partial_step.own_stages import OwnStages
+from lightning_cyclic.runtime.partial_step.packets import Outcome
 from lightning_cyclic.runtime.partial_step.plain_step import Part, Plain, PlainStep
-from lightning_cyclic.runtime.partial_step.stage_step import Outcome, StageStep
+from lightning_cyclic.runtime.partial_step.stage_step import StageStep
 from lightning_cyclic.runtime.snapshot import Print
 from lightning_cyclic.runtime.values.plain import decode, encode
 from lightning_cyclic.runtime.values.split import MicroBatch, signature
