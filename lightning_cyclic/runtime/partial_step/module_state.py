@@ -10,7 +10,7 @@ The first steps are compared with the plain one, which shows attributes that com
 Two things it cannot show stay refused here: what a rank without the last stage has counted by
 itself, as one rank with the right value is enough there; and that an earlier stage reads what a
 later one changes, as a condition on a counter may come out alike for hundreds of steps: its runs
-do not find there what the rank was told.
+may not use what the rank was told (hidden.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.bits import kept, put, version
+from lightning_cyclic.runtime.partial_step.hidden import Hidden
 from lightning_cyclic.runtime.snapshot import refill
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.values.plain import (
@@ -183,27 +185,22 @@ class ModuleState:
 
     @contextmanager
     def hiding(self) -> Iterator[None]:
-        """Run the body, a run of the step, without what it must not read: what others tell of.
+        """Run the body, a run of the step, which must not use what others tell of.
 
         Raises:
-            StepError: it looked for such an attribute.
+            StepError: it did.
         """
         held = vars(self._module)
-        hidden = {n: held.pop(n) for n in self._told - self._changed if n in held}
+        hidden = {
+            n: (held[n], Hidden(partial(_read_early, n)))
+            for n in self._told - self._changed
+            if held.get(n) is not None  # as None it can be nothing but what it is
+        }
+        held.update((n, there) for n, (_, there) in hidden.items())
         try:
             yield
-        except AttributeError as error:
-            name = error.name
-            is_read = name in hidden or (hidden and _is_property(error))
-            if error.obj is not self._module or not is_read:
-                raise
-            names = name if name in hidden else " or self.".join(hidden)
-            raise _refused(
-                names, "read", "in the code of one stage, and changed in that of a later "
-                "one, which is a micro-batch behind by then",
-            ) from error  # fmt: skip
         finally:
-            held.update((n, x) for n, x in hidden.items() if n not in held)
+            held.update((n, x) for n, (x, there) in hidden.items() if held.get(n, there) is there)
 
     # ------------------------------------------------------------------ telling others
 
@@ -397,16 +394,18 @@ def _comparable(change: Change) -> Any:
     return change.value if isinstance(change.value, bool | int | float | str) else None
 
 
-def _is_property(error: AttributeError) -> bool:
-    """Say whether what was looked for is made of other attributes."""
-    return isinstance(getattr(type(error.obj), error.name or "", None), property)
-
-
 def _can_be_told(change: Change) -> bool:
     leaves = flatten(change.value)[0]
     size = sum(x.numel() for x in leaves if isinstance(x, Tensor))
     is_small = change.grew or size <= _MANY
     return is_small and all(isinstance(x, Tensor) or is_plain(x) for x in leaves)
+
+
+def _read_early(name: str) -> StepError:
+    return _refused(
+        name, "read", "in the code of one stage, and changed in that of a later one, which is a "
+        "micro-batch behind by then",
+    )  # fmt: skip
 
 
 def _refused(name: str, how: str, where: str) -> StepError:

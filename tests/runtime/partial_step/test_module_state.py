@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -234,15 +235,39 @@ def test_reading_early_what_a_later_stage_changes_is_refused() -> None:
     _, changes = run(state_for(last_model, [1]), 1, count(last_model))
     first.adopt(0, *packed({0: changes}))
     assert other.calls == 1
-    for look in (lambda: other.calls, lambda: other.twice):
+    looks = (
+        lambda: other.calls + 1, lambda: other.twice, lambda: 1 if other.calls else 0,
+        lambda: getattr(other, "calls", 0) > 3, lambda: torch.ones(2) * other.calls,
+        lambda: torch.add(torch.ones(2), other.calls), lambda: f"{other.calls}",
+        lambda: range(other.calls), lambda: other.calls.real,
+    )  # fmt: skip
+    for look in looks:
         visit = first.begin(0)
-        refused = pytest.raises(StepError, match="self.calls.* is read .* one stage, and changed")
+        refused = pytest.raises(StepError, match="self.calls is read .* one stage, and changed")
         with refused, first.hiding():
             look()
         first.end(0, visit)
     with pytest.raises(AttributeError, match="another"), first.hiding():
         other.another  # noqa: B018
     assert (other.calls, other.twice) == (1, 2)
+
+
+def test_that_a_later_stage_has_set_something_is_seen_as_in_the_plain_step() -> None:
+    other = Model()
+    first = state_for(other, [0])
+    last_model = Model()
+
+    def keep() -> None:
+        last_model.latest, last_model.calls = 2.0, None
+
+    _, changes = run(state_for(last_model, [1]), 1, keep)
+    first.adopt(0, *packed({0: changes}))
+    with first.hiding():
+        assert hasattr(other, "latest")
+        assert getattr(other, "latest", None) is not None
+        assert other.calls is None
+        assert copy.deepcopy(other).calls is None
+    assert (other.latest, other.calls) == (2.0, None)
 
 
 def test_a_tensor_changed_in_place_where_stages_share_a_process_is_refused() -> None:
