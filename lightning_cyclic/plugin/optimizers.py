@@ -21,6 +21,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.runtime.bits import Mark
 
 SAID_BY: Final = "updates_apart"  # the attribute of an optimizer, or of its class
 _BY_ELEMENT: Final = (
@@ -129,7 +130,7 @@ def without_closure(optimizer: Optimizer, preset: str) -> Iterator[None]:
 
 
 Values: TypeAlias = list[dict[str, Any]]  # by group, without its parameters
-Noted: TypeAlias = list[dict[str, tuple[Any, int]]]  # by group, and how often each was changed
+Noted: TypeAlias = list[dict[str, Mark]]
 
 
 def values_of(optimizer: Optimizer) -> Values:
@@ -161,7 +162,7 @@ def copied(value: Any) -> Any:
 
 def noted_values(optimizer: Optimizer) -> Noted:
     return [
-        {k: (v, _version(v)) for k, v in group.items() if k != "params"}
+        {k: Mark.of(v) for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
     ]
 
@@ -184,14 +185,9 @@ def changed_values(optimizer: Optimizer, before: Noted) -> Values:
     ]
 
 
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) else 0
-
-
-def _differs(value: Any, before: tuple[Any, int] | None) -> bool:
+def _differs(value: Any, before: Mark | None) -> bool:
     if before is None:
         return True
-    then, version = before
     if isinstance(value, Tensor):  # whose values, on a GPU, would have to be waited for
-        return value is not then or value._version != version
-    return value is not then and bool(value != then)
+        return not before.is_of(value)
+    return value is not before.value and bool(value != before.value)

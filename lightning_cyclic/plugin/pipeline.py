@@ -93,7 +93,7 @@ class SharedMetrics:
         for path, stage in sorted(session.cuts.metrics.items()):
             metric = self._metrics[path]
             shared = session.share(stage, Message(*encode(state_of(metric), path)))
-            if session.worker != session.worker_of(stage):
+            if session.worker != session.own.worker_of(stage):
                 metric.__dict__.update(decode(shared.tensors, shared.facts))
 
     def release(self) -> None:
@@ -163,7 +163,7 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def parameters_of(self, j: int) -> Sequence[nn.Parameter]:
-        return self._session.trained_of(j)
+        return self._session.own.trained_of(j)
 
     # ------------------------------------------------------------------ what users ask
 
@@ -182,7 +182,7 @@ class PipelineTraining(AbstractTraining):
     @property
     @override
     def own_stages(self) -> tuple[int, ...] | None:
-        return self._session.ownership.stages if self._is_apart else None
+        return self._session.own.ownership.stages if self._is_apart else None
 
     @property
     @override
@@ -204,7 +204,7 @@ class PipelineTraining(AbstractTraining):
     @override
     @contextmanager
     def whole(self) -> Iterator[None]:
-        if self._is_apart and self._session.foreign.is_running:
+        if self._is_apart and self._session.own.foreign.is_running:
             raise StepError(
                 f"{user_line()} asks for strategy.whole() in the middle of a step; allowed: "
                 "between steps, as in on_train_batch_end, on all ranks; ask there"
@@ -214,7 +214,8 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def _train_others(self) -> None:
-        self._session.train_others()
+        if self._session.cuts is not None:
+            self._session.own.train_others()
 
     # ------------------------------------------------------------------ a training step
 

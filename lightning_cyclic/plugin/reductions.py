@@ -9,7 +9,6 @@ parameters that others have, in the middle of their steps, it does so when the s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,7 +19,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.torch_functions import user_line
+from lightning_cyclic.runtime.torch_functions import callers, module_of, user_line
 
 Reduce = Callable[[Tensor, Any, Any], Tensor]
 
@@ -157,18 +156,14 @@ class _Asked:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._reductions.keeps_apart:
-            name = sys._getframe(1).f_code.co_name
-            if not name.startswith("get_") and not _is_ours(sys._getframe(1)):
-                self._reductions.check_meeting(f"torch.distributed.{name} ({user_line()})")
+            asked = next(callers()).f_code.co_name
+            if not asked.startswith("get_") and not _is_ours(callers()):
+                self._reductions.check_meeting(f"torch.distributed.{asked} ({user_line()})")
         return self._usual(*args, **kwargs)
 
 
-def _is_ours(frame: FrameType | None) -> bool:
+def _is_ours(asking: Iterator[FrameType]) -> bool:
     """Say whether it is the package that calls torch.distributed: what it agrees on, it may."""
-    while frame is not None and _name_of(frame).startswith(_SEEN_THROUGH):
-        frame = frame.f_back
-    return frame is not None and _name_of(frame).startswith("lightning_cyclic.")
-
-
-def _name_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))
+    names = map(module_of, asking)
+    first = next((name for name in names if not name.startswith(_SEEN_THROUGH)), "")
+    return first.startswith("lightning_cyclic.")

@@ -62,7 +62,7 @@ class SynchronousPipelineTraining(PipelineTraining):
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         session, given = self._session, StepArguments(args, kwargs)
         step = self._begin_step(given)
-        trained = list(map(self._forms.trained, session.ownership.own))
+        trained = list(map(self._forms.trained, session.own.ownership.own))
         with self._surrogates.collecting(trained), self._summaries.held():
             session.train(
                 given.batch,
@@ -131,14 +131,16 @@ class SynchronousPipelineTraining(PipelineTraining):
         if session.cuts is None:
             return ()
         self._keep_owned_state()
-        return [j for j in session.ownership.stages if self._the_plan.owner(j) == session.worker]
+        return [
+            j for j in session.own.ownership.stages if self._the_plan.owner(j) == session.worker
+        ]
 
     # ------------------------------------------------------------------ gradients
 
     @override
     def total_norm(self, t: int, order: Sequence[nn.Parameter]) -> Tensor:
         session = self._session
-        if not session.owns:  # a replica whose gradients have gone to another
+        if not session.own.updated:  # a replica whose gradients have gone to another
             return torch.zeros(())
         session.updates.tell_norms(session.t, overflowed=self._has_overflowed)
         return session.updates.norms.total(session.t, order)
@@ -154,8 +156,7 @@ class SynchronousPipelineTraining(PipelineTraining):
         if self._scaling is None or not self._has_loss:
             return ()
         session = self._session
-        alone = session.num_workers == 1
-        is_finite = session.updates.all_finite(session.t, overflowed=bool(own), alone=alone)
+        is_finite = session.updates.all_finite(session.t, overflowed=bool(own))
         return () if is_finite else stages
 
     @override

@@ -36,6 +36,7 @@ from lightning_cyclic.plugin.optimizers import (
 from lightning_cyclic.plugin.records import refused_in_update
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.absent import Home, come_back, home_of, leave
+from lightning_cyclic.runtime.bits import Mark
 from lightning_cyclic.runtime.torch_functions import user_line
 from lightning_cyclic.runtime.weight_forms import WeightForms
 
@@ -181,7 +182,7 @@ class Updates:
         self._newest = -1  # step of an update whose counts of steps the groups have
         self._added: set[str] = set()  # keys that the first update brought
         self._counted: set[str] = set()  # keys that updates change
-        self._measured: list[tuple[nn.Parameter, Tensor | None, int]] = []  # as norms saw them
+        self._measured: list[tuple[nn.Parameter, Mark]] = []  # as norms saw them
 
     def remember(self, t: int, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
         """Keep the hyper-parameters of step ``t``, before a scheduler moves on."""
@@ -208,8 +209,8 @@ class Updates:
             if key is not None:
                 raise ConfigurationError(
                     f"{key!r} of a parameter group of the optimizer was changed from "
-                    f"{noted[key][0]} to {values[key]} within a step, by training_step or a hook "
-                    f"of its backward or update, but under preset {self._preset!r} ranks run "
+                    f"{noted[key].value} to {values[key]} within a step, by training_step or a "
+                    f"hook of its backward or update, but under preset {self._preset!r} ranks run "
                     "steps at other times than they update; allowed: hyper-parameters that change "
                     "between steps; use a scheduler, on_train_batch_start or the module's "
                     "optimizer_step, or strategy='1f1b'"
@@ -266,7 +267,7 @@ class Updates:
             changing.enter_context(self._forms.updating(parameters, follows=self._lag is None))
             overflowed = self._owner.overflowed(t, each)
             if self._told_before:
-                self._measured = [(p, p.grad, _version(p.grad)) for p in parameters]
+                self._measured = [(p, Mark.of(p.grad)) for p in parameters]
             with nullcontext() if self._lag is None else self.unchanged():
                 self._run_hooks(parameters)
                 self._clip_gradients(list(each.values()), parameters)
@@ -337,8 +338,8 @@ class Updates:
 
     def _check_measured(self) -> None:
         """Refuse gradients that are others than those whose norms all have been told."""
-        for p, grad, version in self._measured:
-            if p.grad is not grad or _version(grad) != version:
+        for p, grad in self._measured:
+            if not grad.is_of(p.grad):
                 raise StepError(
                     f"gradients were changed in step {self._t} before they were clipped by their "
                     "norm (in on_before_optimizer_step or configure_gradient_clipping), but under "
@@ -351,10 +352,6 @@ class Updates:
     @property
     def _optimizer(self) -> Optimizer:
         return self._trainer.strategy.optimizers[0]
-
-
-def _version(grad: Tensor | None) -> int:
-    return -1 if grad is None else grad._version
 
 
 class _Remembered(NamedTuple):

@@ -14,11 +14,12 @@ from operator import attrgetter
 from typing import Any, NoReturn, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cyclic.compat import Trainer
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.runtime.bits import Mark
 from lightning_cyclic.runtime.weight_forms import WeightForms
 from lightning_cyclic.runtime.weight_watch import WeightWatch
 
@@ -44,7 +45,7 @@ class WeightGuard:
         self._read = named
         self._preset = preset
         self._optimizer = optimizer
-        self._state: list[Any] | None = None  # what it was; None where nothing is on its way
+        self._state: list[Mark] | None = None  # what it was; None where nothing is on its way
         self._named: dict[str, nn.Parameter] = {}
         self._watch = WeightWatch(0, stays_in_place=True, changed=self._changed)
         self._steps = 0
@@ -56,7 +57,9 @@ class WeightGuard:
             self._named = dict(self._read())
         self._steps += 1
         self._is_at_end = False
-        self._state = None if self._optimizer is None else _marks(self._optimizer())
+        self._state = None
+        if self._optimizer is not None:
+            self._state = list(map(Mark.of, _state_of(self._optimizer())))
         self._watch.begin(self._steps, [self._named])
 
     @contextmanager
@@ -85,9 +88,11 @@ class WeightGuard:
 
     def check(self) -> None:
         """Refuse what has changed since."""
-        if self._optimizer is not None and self._state not in (None, _marks(self._optimizer())):
-            self._watch.stop()
-            self._refuse_state()
+        if self._optimizer is not None and self._state is not None:
+            now = _state_of(self._optimizer())
+            if len(now) != len(self._state) or not all(map(Mark.is_of, self._state, now)):
+                self._watch.stop()
+                self._refuse_state()
         if self._is_at_end:
             self._check_names(dict(self._read()))
         self._watch.end()
@@ -119,10 +124,8 @@ class WeightGuard:
         )
 
 
-def _marks(optimizer: Optimizer) -> list[Any]:
-    """Return what changes when somebody changes the state of an optimizer."""
-    values = (v for state in optimizer.state.values() for v in state.values())
-    return [(id(v), v._version) if isinstance(v, Tensor) else id(v) for v in values]
+def _state_of(optimizer: Optimizer) -> list[Any]:
+    return [x for state in optimizer.state.values() for x in state.values()]
 
 
 _is_trained = attrgetter("requires_grad")

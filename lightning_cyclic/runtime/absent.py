@@ -7,7 +7,6 @@ of memory. Code that asks for more than these, a hook or a callback between step
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost, tensors_in
-from lightning_cyclic.runtime.torch_functions import reads_metadata
+from lightning_cyclic.runtime.torch_functions import callers, module_of, reads_metadata
 
 _HOME = "_cyclic_home"  # on an absent tensor: (its home, its name, what it was)
 _NOWHERE = (None, "", None)
@@ -53,13 +52,13 @@ class _Absent(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__self__", None) is _GRAD:  # optimizers ask each parameter for it
             if func.__name__ == "__get__":
-                _read_gradient(args[0], sys._getframe(1))
+                _read_gradient(args[0], callers())
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args)
         if Ghost in types:
             return NotImplemented  # a step is run one stage at a time: ghosts know how
         kwargs = kwargs or {}
-        if func in _MOVES and sys._getframe(1).f_globals.get("__name__") == _MODULE:
+        if func in _MOVES and module_of(next(callers())) == _MODULE:
             return _moved(func, args[0], args[1:], kwargs)
         if _is_taken(func, args):
             return args[0]
@@ -90,6 +89,10 @@ class AbsentBuffer(_Absent):
 
 
 def leave(x: Tensor, name: str, home: Home) -> None:
+    """Let a tensor be absent: the object itself, as optimizers and hooks hold it, too.
+
+    It takes another class, as torch's lazy parameters do when they get their values.
+    """
     home_and_kind = (home, name, getattr(x, _HOME, (None, "", type(x)))[2])
     x.__class__ = AbsentParameter if isinstance(x, nn.Parameter) else AbsentBuffer
     setattr(x, _HOME, home_and_kind)
@@ -173,14 +176,16 @@ def _moved(func: Any, x: Tensor, args: Any, kwargs: Any) -> Tensor:
         return without_memory(x, like)
 
 
-def _read_gradient(x: Tensor, asking: FrameType) -> None:
+def _read_gradient(x: Tensor, asking: Iterator[FrameType]) -> None:
     """Refuse to say that there is no gradient; but optimizers ask each parameter for one."""
-    if str(asking.f_globals.get("__name__")).startswith(_MANAGES_GRADIENTS):
-        return
     home, name, _ = getattr(x, _HOME, _NOWHERE)
-    asks: FrameType | None = asking
-    while asks is not None and asks.f_code.co_name.startswith("<"):  # a comprehension
-        asks = asks.f_back
-    is_update = asks is not None and isinstance(asks.f_locals.get("self"), Optimizer)
-    if home is not None and not is_update:
+    if home is not None and not _is_for_update(asking):
         home.read_gradient(name)
+
+
+def _is_for_update(asking: Iterator[FrameType]) -> bool:
+    asks = next((f for f in asking if not f.f_code.co_name.startswith("<")), None)
+    if asks is None:
+        return False
+    is_step = isinstance(asks.f_locals.get("self"), Optimizer)
+    return is_step or module_of(asks).startswith(_MANAGES_GRADIENTS)

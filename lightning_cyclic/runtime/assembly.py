@@ -14,8 +14,8 @@ time, whoever waits says for whom, and for what. One process says everything to 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from numbers import Number
 from typing import Any, TypeVar, final
 
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from lightning_cyclic import errors
 from lightning_cyclic.errors import ConfigurationError, CyclicError
 from lightning_cyclic.runtime.transport.base import Line
-from lightning_cyclic.runtime.transport.crew import Crew, is_late, is_of_groups
+from lightning_cyclic.runtime.transport.crew import Crew, is_of_groups
 
 T = TypeVar("T")
 
@@ -52,11 +52,12 @@ class Assembly:
         self.rank = 0 if crew is None else crew.names.rank
         self.num_ranks = 1 if crew is None else dist.get_world_size()
         self._when = when
-        self._limit_s = None if crew is None else crew.timeout_s
-        self._line: Line | None = None
+        self._limit_s = 0.0 if crew is None else crew.timeout_s
+        self._lines: list[Line] = []
+        self._whole: Line | None = None  # that of all ranks
         if crew is not None:  # now, when all have met
-            self._line = Line(crew.timeout_s)
-            crew.hang_ups.append(self._line.hang_up)
+            self._whole = self.line()
+            crew.hang_ups.append(self._whole.hang_up)
 
     @property
     def is_alone(self) -> bool:
@@ -65,21 +66,31 @@ class Assembly:
     @property
     def group(self) -> Any:
         """Return the process group; None where there is none at all."""
-        if self._line is None and self._limit_s is not None:  # for a checkpoint behind the end
-            self._line = Line(self._limit_s)
-        return None if self._line is None else self._line.group
+        if self._whole is None and self._limit_s:  # for a checkpoint behind the end
+            self._whole = self.line()
+        return None if self._whole is None else self._whole.group
+
+    def line(
+        self, backend: str | None = "gloo", ranks: Sequence[int] | None = None,
+        *, by_members: bool = False,
+    ) -> Line:  # fmt: skip
+        """Make a process group as :class:`Line` does; it ends with this."""
+        self._lines.append(Line(self._limit_s, backend, ranks, by_members=by_members))
+        return self._lines[-1]
 
     def close(self) -> None:
-        """End the group, and look for the words of ranks that fail no more."""
+        """End all groups, and look for the words of ranks that fail no more."""
         crew, self.crew = self.crew, None
-        if crew is not None:
+        lines, self._lines = self._lines, []
+        whole, self._whole = self._whole, None
+        if crew is not None and whole is not None:
             crew.close()
             if crew.failure() is not None:  # its thread may be about to hang up
                 return
-            crew.hang_ups.clear()
-        if self._line is not None:
-            self._line.disconnect()
-            self._line = None
+            crew.hang_ups.remove(whole.hang_up)
+        for line in lines:
+            with suppress(ValueError):  # the default group has ended, and all others with it
+                line.disconnect()
 
     # ------------------------------------------------------------------ what all call
 
@@ -106,7 +117,7 @@ class Assembly:
             if isinstance(error, CyclicError) or not is_of_groups(error):
                 raise
             rank = None if peer is None else crew.names.rank_of(peer)
-            raise crew.failed(f"{what}, {when}", rank, late=is_late(str(error))) from None
+            raise crew.failed(f"{what}, {when}", error, rank) from None
         finally:
             crew.waits = before
 

@@ -1,13 +1,18 @@
 """Bits: notice that a tensor has changed, or differs from another, without a copy of it.
 
 And the other way round: change tensors in place, and let autograd not count it.
+
+    version     how often torch has counted that a tensor was changed in place
+    Mark        a value and its version: whether it is still the same
+    digest      of all elements; sum_of_bits costs less, and sees less
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +23,26 @@ _AT_ONCE = 1 << 18
 _ODD = 0x5851F42D4C957F2D  # spreads places over 64 bits
 
 
+class Mark(NamedTuple):
+    """Hold a value, and its version, so that it can be told later whether it is the same."""
+
+    value: Any
+    version: int
+
+    @classmethod
+    def of(cls, value: Any) -> Mark:
+        return cls(value, version(value))
+
+    def is_of(self, value: Any) -> bool:
+        """Say whether a value is this one, and was not changed in place since."""
+        return value is self.value and version(value) == self.version
+
+
+def version(x: Any) -> int:
+    """Return how often a tensor was changed in place; 0 where nobody counts."""
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+
+
 @contextmanager
 def unseen(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Let the body change tensors in place, unnoticed by graphs that hold them."""
@@ -25,6 +50,29 @@ def unseen(tensors: Iterable[Tensor]) -> Iterator[None]:
         for x in tensors:  # one by one, as torch 2.6 takes no tuple
             each.enter_context(_unsafe_preserve_version_counter(x))
         yield
+
+
+@contextmanager
+def kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let tensors have their values again behind the body, unnoticed by graphs that hold them."""
+    before = [x.detach().clone() for x in tensors]
+    try:
+        yield
+    finally:
+        put(tensors, before)
+
+
+@torch.no_grad()
+def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Give tensors values, unnoticed by graphs that hold them."""
+    with unseen(tensors):
+        for x, value in zip(tensors, values, strict=True):
+            x.copy_(value)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Say whether two tensors have one shape, one dtype and the same values."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.detach())
 
 
 def sum_of_bits(x: Tensor) -> Tensor:

@@ -195,8 +195,7 @@ class Waiter:
             assert peer is not None
             theirs = replace(action, kind=Kind.RECV if kind is Kind.SEND else Kind.SEND)
             what = f"to {title(theirs)}, {self._when(action.t)}"
-            late = isinstance(error, TimeoutError)
-            failed = crew.failed(what, crew.names.rank_of(peer), late=late)
+            failed = crew.failed(what, error, crew.names.rank_of(peer))
             drawn = "" if crew.failure() is not None else self._drawn(action)
             raise type(failed)(f"{failed}{drawn}") from None
 

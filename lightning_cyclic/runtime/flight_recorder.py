@@ -30,7 +30,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.plan.presets import AXES
 from lightning_cyclic.runtime.failure_words import reason_of
-from lightning_cyclic.viz.words import sentence, waiting
+from lightning_cyclic.viz.words import sentence
 
 MOST = 256  # actions and waits that are kept: some steps of a small plan, part of one of a large
 FOLDER = "lightning_cyclic_failures"  # in the Trainer's default_root_dir
@@ -45,6 +45,7 @@ _LANES = {  # name of a thread -> what it does
 }
 # [begin, end (0: it is not over), action or lane, what makes its words]; in nanoseconds
 Row: TypeAlias = list[Any]
+Words: TypeAlias = Callable[[Any], str]
 _now_ns = time.monotonic_ns
 
 
@@ -55,49 +56,23 @@ class FlightRecorder:
     def __init__(self) -> None:
         self._rows: deque[Row] = deque(maxlen=MOST)
 
-    # ------------------------------------------------------------------ what a worker calls
+    def noted(self, do: Callable[..., None], words: Words) -> Callable[..., None]:
+        """Return what acts, or waits, noted.
 
-    def recorded(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
-        """Return what carries out actions, noted."""
+        Args:
+            do: given an action, or a lane that is waited for, and more.
+            words: what it does, of the same.
+        """
         note = self._rows.append
 
-        def noted(a: Action) -> None:
-            row = [_now_ns(), 0, a, sentence]
+        def noted(what: Any, *more: Any) -> None:
+            row = [_now_ns(), 0, what, words]
             note(row)
-            with _profiled(sentence, a):
-                do(a)
+            with _profiled(words, what):
+                do(what, *more)
             row[1] = _now_ns()
 
         return noted
-
-    def awaited(self, receive: Callable[[Action, Any], None]) -> Callable[[Action, Any], None]:
-        """Return what waits for the message of a RECV and takes it in, noted."""
-        note = self._rows.append
-
-        def noted(a: Action, incoming: Any) -> None:
-            row = [_now_ns(), 0, a, waiting]
-            note(row)
-            with _profiled(waiting, a):
-                receive(a, incoming)
-            row[1] = _now_ns()
-
-        return noted
-
-    def joined(self, wait: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
-        """Return what waits until a lane has done a number of actions, noted if it has not yet."""
-        note = self._rows.append
-
-        def noted(lane: Any, number: int) -> None:
-            row = [_now_ns(), 0, lane.name, _joining]
-            if lane.num_over < number:
-                note(row)
-            with _profiled(_joining, lane.name):
-                wait(lane, number)
-            row[1] = _now_ns()
-
-        return noted
-
-    # ------------------------------------------------------------------ what others call
 
     def note(self, actions: Iterable[Action]) -> None:
         """Note actions that have been carried out outside of the worker: updates, all at once."""
@@ -159,14 +134,15 @@ def _line(row: Row, at_ns: int) -> str:
     return f"{mark} {(at_ns - begin_ns) / 1e9:>10.4f}{taken:>10}  {action:<18}  {words(what)}"
 
 
-def _joining(lane: str) -> str:
-    return f"wait for {_LANES[lane]}, beside the compute"
+def joining(lane: Any) -> str:
+    """Say what a worker waits for that needs what a lane makes."""
+    return f"wait for {_LANES[lane.name]}, beside the compute"
 
 
 _NOT_PROFILED = nullcontext()
 
 
-def _profiled(words: Callable[[Any], str], what: Any) -> AbstractContextManager[object]:
+def _profiled(words: Words, what: Any) -> AbstractContextManager[object]:
     """Return what shows the body in profiles; words are made only while there is one."""
     if not profiler._is_profiler_enabled:
         return _NOT_PROFILED

@@ -24,6 +24,8 @@ from torch.nn.parameter import is_lazy
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.absent import come_back, home_of, is_absent, leave, without_memory
+from lightning_cyclic.runtime.bits import Mark
+from lightning_cyclic.runtime.generators import untouched
 
 PATH = "weights_path"
 """Attribute of modules: a file of safetensors, or a folder of them, that has their weights."""
@@ -90,7 +92,7 @@ class MetaWeights:
         for b in left.values():
             come_back(b)
         left |= self._make_buffers(module, names)
-        self._unmade = [(n, b, b._version) for n, b in left.items()]
+        self._unmade = [(n, Mark.of(b)) for n, b in left.items()]
 
     # ------------------------------------------------------------------ where values come from
 
@@ -124,8 +126,8 @@ class MetaWeights:
         for name, (_, source) in self._where.items():
             if source is None and name not in self._given:
                 self._refuse("parameter", name)
-        for name, b, version in self._unmade:
-            if b._version == version:
+        for name, b in self._unmade:
+            if b.is_of(b.value):
                 self._refuse("buffer", name)
 
     def _refuse(self, what: str, name: str) -> None:
@@ -376,10 +378,7 @@ def _is_written(x: Tensor, is_counted: bool) -> bool:
 def _keyed(text: str) -> Iterator[None]:
     """Draw random numbers by a key; what is drawn behind the body is as it was."""
     key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(key)
-    try:
-        with torch.inference_mode(mode=False), torch.no_grad(), torch.device("cpu"):
-            yield
-    finally:
-        torch.set_rng_state(state)
+    own, cpu = torch.default_generator, torch.device("cpu")
+    with untouched([own]), torch.inference_mode(mode=False), torch.no_grad(), cpu:
+        own.manual_seed(key)
+        yield

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from lightning_cyclic.runtime.absent import is_absent
 
@@ -27,7 +27,7 @@ _Clones = WeakValueDictionary[int, nn.Parameter]
 
 
 def ours(thing: _T, instead: Any = None, is_followed: Callable[[], bool] | None = None) -> _T:
-    """Mark a hook, a method or a class that is put on a module, so that copies leave it out.
+    """Mark a hook or a method that is put on a module, so that copies leave it out.
 
     Args:
         thing: that is put there.
@@ -64,44 +64,52 @@ def _methods(m: nn.Module, clones: _Clones) -> dict[str, Any]:
             return copy.deepcopy(m, memo)
 
     def reduce_ex(proto: Any) -> Any:
-        is_shallow = sys._getframe(1).f_code is copy.copy.__code__
-        if not is_shallow and _is_followed(m):
-            with torch._C.DisableTorchFunction():
-                return pickle.loads, (pickle.dumps(copy.deepcopy(m)),)
-        return _plain(kind.__reduce_ex__(m, proto), None if is_shallow else clones)
+        return _plain(kind.__reduce_ex__(m, proto), m, clones)
 
     return dict(zip(_METHODS, map(ours, (deepcopy, reduce_ex)), strict=True))
 
 
 @contextmanager
 def _taken_off(m: nn.Module) -> Iterator[None]:
-    own, kind = vars(m), type(m)
+    own = vars(m)
     plain = _without_ours(own)
     changed = {k: x for k, x in own.items() if plain.get(k, _MARK) is not x}
     for k in changed:
         del own[k]
     own.update((k, plain[k]) for k in changed if k in plain)
-    if _is_ours(kind):
-        m.__class__ = _instead_of(kind)
     try:
         yield
     finally:
         own.update(changed)
-        m.__class__ = kind
 
 
-def _plain(reduced: Any, clones: _Clones | None) -> Any:
-    """Return what a module is reduced to without what is ours; parameters apart, if asked to."""
+def _plain(reduced: Any, m: nn.Module, clones: _Clones) -> Any:
+    """Return what a module is reduced to without what is ours."""
     if type(reduced) is tuple:
-        return tuple(_plain(x, clones) for x in reduced)
-    if _is_ours(reduced):
-        return _instead_of(reduced)
+        return tuple(_plain(x, m, clones) for x in reduced)
     if type(reduced) is not dict or "_parameters" not in reduced:
         return reduced
-    state = _without_ours(reduced)
-    if clones is not None:
-        state["_parameters"] = {n: _apart(p, clones) for n, p in state["_parameters"].items()}
-    return state
+    return _State(_without_ours(reduced), m, clones)
+
+
+@final
+class _State(dict[str, Any]):
+    """Be the state of a module: this one for copy.copy, and for pickles one of its own."""
+
+    def __init__(self, state: Mapping[str, Any], m: nn.Module, clones: _Clones) -> None:
+        super().__init__(state)
+        self._module = m
+        self._clones = clones
+
+    @override
+    def __reduce_ex__(self, proto: Any) -> Any:
+        plain = dict(self)
+        if _is_followed(self._module):
+            with torch._C.DisableTorchFunction():
+                return pickle.loads, (pickle.dumps(copy.deepcopy(plain)),)
+        parameters = plain["_parameters"].items()
+        plain["_parameters"] = {n: _apart(p, self._clones) for n, p in parameters}
+        return dict, (plain,)
 
 
 def _without_ours(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +139,7 @@ def _apart(p: Any, clones: _Clones) -> Any:
 
 
 def _is_ours(thing: Any) -> bool:
-    return isinstance(thing, FunctionType | type) and _MARK in vars(thing)
+    return isinstance(thing, FunctionType) and _MARK in vars(thing)
 
 
 def _instead_of(thing: Any) -> Any:

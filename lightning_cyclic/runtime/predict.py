@@ -33,7 +33,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action
-from lightning_cyclic.runtime.bits import unseen
+from lightning_cyclic.runtime.bits import put
 
 Guess: TypeAlias = Callable[[Sequence[nn.Parameter], int, int], list[Tensor]]
 """(parameters, the version that they hold, updates to look ahead) -> values."""
@@ -205,10 +205,7 @@ class Predictor:
 
 def overwrite(parameters: Mapping[str, nn.Parameter], values: Values) -> None:
     """Change values that graphs hold, unseen by autograd."""
-    held = [parameters[n] for n in values]
-    with torch.no_grad(), unseen(held):
-        for q, x in zip(held, values.values(), strict=True):
-            q.copy_(x)
+    put([parameters[n] for n in values], [*values.values()])
 
 
 def knows(optimizer: Optimizer) -> bool:

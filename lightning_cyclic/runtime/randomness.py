@@ -10,17 +10,13 @@ import hashlib
 import random
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 
-from lightning_cyclic.runtime.snapshot import (
-    put_generator,
-    seed_generator,
-    state_of_generator,
-)
+from lightning_cyclic.runtime import generators
 
 _NONE: Mapping[str, Any] = {}
 
@@ -33,8 +29,7 @@ class Randomness:
         self, seed: int, t: int, i: int, device: torch.device, held: Mapping[str, Any] = _NONE
     ) -> None:
         self._key = hashlib.blake2b(f"{seed},{t},{i},".encode(), digest_size=8)
-        self._on_cuda = device.type == "cuda"
-        self._device = device
+        self._of_torch = generators.of_torch(device)
         self._draws = 0
         self._held = held
 
@@ -58,7 +53,7 @@ class Randomness:
         """
         _PLAIN.seed(self, self._value(f"region {j}"))
         for name, generator in self._held.items():
-            seed_generator(generator, self._value(f"region {j} {name}"))
+            generators.seed(generator, self._value(f"region {j} {name}"))
 
     def has_drawn_plainly(self, *, likely: bool) -> bool:
         """Say, at the end of a region, whether anything has drawn from these generators in it.
@@ -72,16 +67,10 @@ class Randomness:
     @contextmanager
     def of_glue(self) -> Iterator[None]:
         """Run the body with randomness keyed by its place among the draws between units."""
-        state = torch.get_rng_state()
-        on_device = torch.cuda.get_rng_state(self._device) if self._on_cuda else None
-        self._seed(f"draw {self._draws}")
-        self._draws += 1
-        try:
+        with generators.untouched(self._of_torch):
+            self._seed(f"draw {self._draws}")
+            self._draws += 1
             yield
-        finally:
-            torch.set_rng_state(state)
-            if on_device is not None:
-                torch.cuda.set_rng_state(on_device, self._device)
 
     def skip_glue(self) -> None:
         """Count a draw that another worker makes."""
@@ -89,9 +78,8 @@ class Randomness:
 
     def _seed(self, what: str) -> None:
         value = self._value(what)
-        torch.default_generator.manual_seed(value)
-        if self._on_cuda:
-            torch.cuda.manual_seed(value)
+        for generator in self._of_torch:
+            generator.manual_seed(value)
 
     def _value(self, what: str) -> int:
         key = self._key.copy()
@@ -115,18 +103,15 @@ class _PlainGenerators:
             if numpy := sys.modules.get("numpy"):
                 numpy.random.seed(value % 2**32)
 
-    def state(self) -> tuple[Any, Any]:
+    def states_of(self, every: Iterable[Any]) -> generators.States:
         with self._lock:
-            numpy = sys.modules.get("numpy")
-            return random.getstate(), numpy.random.get_state() if numpy else None
+            return generators.states_of(every)
 
-    def restore(self, state: tuple[Any, Any]) -> None:
+    def restore(self, states: generators.States) -> None:
         """Let them be as they were: seeded for nobody that another thread may seed them for."""
         with self._lock:
             self._seeded_for = None
-            random.setstate(state[0])
-            if state[1] is not None:
-                sys.modules["numpy"].random.set_state(state[1])
+            generators.put(states)
 
     def has_drawn(self, who: object) -> bool | None:
         """Say whether anything has drawn since; None if others have seeded them, or restored them.
@@ -165,15 +150,8 @@ _PLAIN = _PlainGenerators()
 @contextmanager
 def undisturbed(device: torch.device, held: Mapping[str, Any] = _NONE) -> Iterator[None]:
     """Run the body; leave all generators of random numbers behind it as they were."""
-    state, plain_state = torch.get_rng_state(), _PLAIN.state()
-    states = [(x, state_of_generator(x)) for x in held.values()]
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    states = _PLAIN.states_of([*generators.of_process(device).values(), *held.values()])
     try:
         yield
     finally:
-        torch.set_rng_state(state)
-        _PLAIN.restore(plain_state)
-        for x, held_state in states:
-            put_generator(x, held_state)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
+        _PLAIN.restore(states)

@@ -55,7 +55,7 @@ class AbstractSession(ABC):
         self.flight = FlightRecorder()  # what this worker did last
         self.losses = LateValues()  # that somebody looks at
         self._changed_late = changed_late
-        self._watch = WeightWatch(rank, buffer_changed=changed_late)
+        self._watch = WeightWatch(rank)
         self._still = self._still_buffers(())
 
     def _still_buffers(self, names: Any) -> StillBuffers:

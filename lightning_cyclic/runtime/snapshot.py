@@ -14,7 +14,6 @@ import copy
 import enum
 import hashlib
 import itertools
-import random
 import sys
 import types
 from collections import deque
@@ -26,8 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime import generators
 from lightning_cyclic.runtime.absent import is_absent
-from lightning_cyclic.runtime.bits import digest
+from lightning_cyclic.runtime.bits import Mark, digest, same
+from lightning_cyclic.runtime.generators import is_generator
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device,
@@ -59,36 +60,14 @@ class Print(NamedTuple):
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[Snapshot]:
     """Restore a module and all random generators behind the body, also when it raises."""
-    with generators_untouched(module):
+    devices = {torch.device("cpu"), *(p.device for p in module.parameters())}
+    own = [x for device in devices for x in generators.of_process(device).values()]
+    with generators.untouched(own):
         snapshot = Snapshot(module)
         try:
             yield snapshot
         finally:
             snapshot.restore()
-
-
-@contextmanager
-def generators_untouched(module: nn.Module) -> Iterator[None]:
-    """Restore torch's, Python's and numpy's own random generators behind the body."""
-    states = list(_random_states(module))
-    try:
-        yield
-    finally:
-        for put, state in states:
-            put(state)
-
-
-def _random_states(module: nn.Module) -> Iterator[tuple[Callable[[Any], object], Any]]:
-    yield random.setstate, random.getstate()
-    yield torch.set_rng_state, torch.get_rng_state()
-    for device in {p.device for p in module.parameters() if p.is_cuda}:
-        yield _put_on(device), torch.cuda.get_rng_state(device)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        yield numpy.random.set_state, numpy.random.get_state()
-
-
-def _put_on(device: torch.device) -> Callable[[Any], object]:
-    return lambda state: torch.cuda.set_rng_state(state, device)
 
 
 @final
@@ -101,8 +80,9 @@ class Snapshot:
         self._containers: list[tuple[Any, Any]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        self._counted: list[tuple[str, Any, int]] = []  # too large for a copy
+        self._counted: list[tuple[str, Mark]] = []  # too large for a copy
         self._puts: list[tuple[Callable[[Any], object], Any]] = []
+        self._generators: generators.States = []
         self._streams: list[tuple[str, Any, Print]] = []
         self._buffers = dict(module.named_buffers())
         self._are_buffers = {id(b) for b in self._buffers.values()}
@@ -124,7 +104,7 @@ class Snapshot:
         now = dict(self._module.named_buffers())
         before = {name: self._tensors[id(b)][1] for name, b in self._buffers.items()
                   if id(b) in self._tensors}  # fmt: skip
-        return [n for n, x in before.items() if n not in now or not _same(x, now[n])]
+        return [n for n, x in before.items() if n not in now or not same(x, now[n])]
 
     def restore(self) -> None:
         """Put everything back.
@@ -134,28 +114,28 @@ class Snapshot:
                 cannot be put back.
         """
         for container, items in self._containers:
-            _refill(container, items)
+            refill(container, items)
         for cell, value in self._cells:
             cell.cell_contents = value
         with torch.no_grad():
             for tensor, before in self._tensors.values():
-                if not _same(before, tensor):
+                if not same(before, tensor):
                     tensor.detach().copy_(before)
         for put, state in self._puts:
             put(state)
+        generators.put(self._generators)
         for name, x, seen in self._streams:
             if _stream_print(x) != seen:
                 raise _once(name, f"an iterator ({type(x).__name__}), which the step has advanced")
-        for name, x, version in self._counted:
-            if x._version != version:
+        for name, mark in self._counted:
+            if not mark.is_of(mark.value):
                 raise _once(name, "a tensor of over 1 GiB, which the step has changed in place")
 
     def _note(self, name: str, x: Any) -> None:
         if isinstance(x, Tensor):
             self._note_tensor(name, x)
         elif is_generator(x):
-            get, put = _access(x)
-            self._puts.append((put, get()))
+            self._generators.append((x, generators.state_of(x)))
         elif isinstance(x, list | dict | set | deque):
             self._note_container(x)
         elif isinstance(x, types.CellType):
@@ -174,7 +154,7 @@ class Snapshot:
         num_bytes = x.numel() * x.element_size()
         if id(x) not in self._are_buffers:
             if self._bytes + num_bytes > _MOST_BYTES:
-                self._counted.append((name, x, x._version))
+                self._counted.append((name, Mark.of(x)))
                 return
             self._bytes += num_bytes
         self.keep(x)
@@ -266,7 +246,7 @@ def print_of(x: Any) -> Print:
 
 
 def _generator_print(x: Any) -> Print:
-    bits = hashlib.blake2b(_text_bits(state_of_generator(x)).encode(), digest_size=4).hexdigest()
+    bits = hashlib.blake2b(_text_bits(generators.state_of(x)).encode(), digest_size=4).hexdigest()
     return Print(bits, f"a generator in state {bits}")
 
 
@@ -303,48 +283,9 @@ def tensor_print(x: Tensor) -> Print:
     return Print(bits, f"{list(x.shape)} with norm {norm:.9g}")
 
 
-def is_generator(x: Any) -> bool:
-    if isinstance(x, torch.Generator | random.Random):
-        return True
-    kind = type(x)
-    return kind.__module__.startswith("numpy.random") and (
-        hasattr(x, "bit_generator") or hasattr(x, "get_state") or hasattr(x, "random_raw")
-    )
-
-
 def generators_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
     """Return the random generators that a module keeps, by name."""
     return {name: x for name, x in walk(module, ignored) if is_generator(x)}
-
-
-def seed_generator(x: Any, value: int) -> None:
-    if isinstance(x, torch.Generator):
-        x.manual_seed(value)
-    elif hasattr(x, "bit_generator"):
-        x.bit_generator.state = type(x.bit_generator)(value).state
-    elif hasattr(x, "seed"):  # Python's; numpy's old ones take 32 bits
-        x.seed(value if isinstance(x, random.Random) else value % 2**32)
-    else:
-        x.state = type(x)(value).state
-
-
-def state_of_generator(x: Any) -> Any:
-    return _access(x)[0]()
-
-
-def put_generator(x: Any, state: Any) -> None:
-    _access(x)[1](state)  # which is a copy
-
-
-def _access(x: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    if isinstance(x, torch.Generator):
-        return x.get_state, x.set_state
-    if isinstance(x, random.Random):
-        return x.getstate, x.setstate
-    if hasattr(x, "get_state"):
-        return x.get_state, x.set_state
-    bits = getattr(x, "bit_generator", x)
-    return lambda: bits.state, lambda state: setattr(bits, "state", state)
 
 
 def is_stream(x: Any) -> bool:
@@ -410,7 +351,8 @@ def _into(array: Any) -> Callable[[Any], object]:
     return put
 
 
-def _refill(container: Any, items: Any) -> None:
+def refill(container: Any, items: Any) -> None:
+    """Let a list, queue, set or dictionary have these items."""
     if isinstance(container, dict):
         same = list(container) == list(items) and all(container[k] is items[k] for k in items)
     else:
@@ -421,10 +363,6 @@ def _refill(container: Any, items: Any) -> None:
         return
     container.clear()
     (container.extend if isinstance(container, list | deque) else container.update)(items)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.detach())
 
 
 def _text_bits(state: Any) -> str:

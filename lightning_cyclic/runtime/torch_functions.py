@@ -4,7 +4,8 @@
         watch.step_aside()      where nobody need look, functions cost nothing
         watch.come_back()
 
-The stack on which torch keeps such watches is private; it is touched here alone (compat.py).
+The stacks on which torch keeps such watches, hooks of what autograd saves, and transforms of
+torch.func are private; they are touched here alone (compat.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import copy
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,6 +28,8 @@ from torch._C import (
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
 )
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._functorch import peek_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 Hear: TypeAlias = Callable[[Any, Any, Any, Any], Any]
@@ -74,6 +77,16 @@ class FunctionWatch(TorchFunctionMode):
 
 
 num_modes: Callable[[], int] = _len_torch_function_stack
+
+
+def saving_hooks() -> Any:
+    """Return the innermost hooks of what autograd saves; None where there are none."""
+    return _top_saved_tensors_default_hooks(False)
+
+
+def is_transformed() -> bool:
+    """Say whether code runs within a transform of torch.func."""
+    return peek_interpreter_stack() is not None
 
 
 def leave_modes(depth: int) -> None:
@@ -181,13 +194,27 @@ _OF_LIGHTNING = ("/lightning/fabric/", "/lightning/pytorch/", "/lightning_fabric
 _HELPERS = (contextlib.__file__, copy.__file__)
 
 
+def callers() -> Iterator[FrameType]:
+    """Iterate over who has called the function that asks, and over who called them."""
+    return _outward(sys._getframe(1).f_back)
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def module_of(frame: FrameType) -> str:
+    """Return the name of the module whose code runs in a frame."""
+    return str(frame.f_globals.get("__name__"))
+
+
 def user_line() -> Line:
     """Return the innermost line that is the user's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         if _is_the_users(frame.f_code.co_filename):
             return Line(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back
     return NO_LINE
 
 

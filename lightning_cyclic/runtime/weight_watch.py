@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.absent import is_absent
-from lightning_cyclic.runtime.bits import digest, sum_of_bits
+from lightning_cyclic.runtime.bits import Mark, digest, sum_of_bits
 
 _count = attrgetter("_version")
 _is_trained = attrgetter("requires_grad")
@@ -163,8 +163,8 @@ class WeightWatch:
         self._seen: list[tuple[str, Tensor, Tensor]] = []  # bits before and behind
         self._is_changing = False  # the package itself
         self._places: dict[int, tuple[int, str]] | None = None  # id -> group, name
-        # by group and name: address and bits before
-        self._looked: dict[tuple[int, str], tuple[int, Tensor]] = {}
+        # by group and name: where it lies, which is held meanwhile, and bits before
+        self._looked: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
 
     def begin(self, t: int, groups: Sequence[Weights], *, may_change_back: bool = False) -> None:
         """Note what weights are.
@@ -192,7 +192,7 @@ class WeightWatch:
             self._places = {id(x): (k, n) for k, group in groups for n, x in group.items()}
         place = self._places.get(id(p))
         if place is not None and place not in self._looked:
-            self._looked[place] = p.data_ptr(), sum_of_bits(p)
+            self._looked[place] = _DATA.__get__(p), sum_of_bits(p)
 
     @contextmanager
     def watching(self, t: int, groups: Sequence[Weights]) -> Iterator[None]:
@@ -278,8 +278,8 @@ class WeightWatch:
             each = zip(group, bits, self._bits(group), strict=True)
             self._seen += [(n, a, b) for n, a, b in each if a is not None and b is not None]
         for n, p in [(n, group[n]) for j, n in self._looked if j == k]:
-            address, before = self._looked[k, n]
-            if self._stays_in_place and p.data_ptr() != address:
+            place, before = self._looked[k, n]
+            if self._stays_in_place and not p.is_set_to(place):
                 raise self._changed(n)
             if not is_absent(p):
                 self._seen.append((n, before, sum_of_bits(p)))
@@ -328,12 +328,11 @@ class _Still:
     held: dict[str, Tensor | None]
     name: str
     may_be_another: bool
-    x: Tensor
-    count: int
+    mark: Mark
     print: Tensor | None  # of its values
 
     def now(self) -> Tensor | None:
-        return self.x if self.may_be_another else self.held.get(self.name)
+        return self.mark.value if self.may_be_another else self.held.get(self.name)
 
 
 @final
@@ -359,19 +358,20 @@ class StillBuffers:
             path, _, own = name.rpartition(".")
             held, x = module.get_submodule(path)._buffers, module.get_buffer(name)
             may_be_another = not is_persistent(module, name)
-            self._known[name] = _Still(held, own, may_be_another, x, x._version, _print(x))
+            self._known[name] = _Still(held, own, may_be_another, Mark.of(x), _print(x))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Return those whose bits can be read, by name."""
-        return {name: y.x for name, y in self._known.items() if y.x.layout == torch.strided}
+        each = ((name, y.mark.value) for name, y in self._known.items())
+        return {name: x for name, x in each if x.layout == torch.strided}
 
     def begin(self) -> None:
         """Take what buffers are now: what evaluation or a hook changes is not of a step."""
         for known in self._known.values():
             now = known.now()
-            if now is not None and not (now is known.x and now._version == known.count):
-                known.x, known.count, known.print = now, now._version, _print(now)
+            if now is not None and not known.mark.is_of(now):
+                known.mark, known.print = Mark.of(now), _print(now)
 
     def check(self, t: int) -> None:
         """Refuse what has changed since.
@@ -381,11 +381,11 @@ class StillBuffers:
         """
         for name, known in self._known.items():
             now = known.now()
-            if now is known.x and now._version == known.count:
+            if known.mark.is_of(now):
                 continue
             if now is None or not _is_alike(known, now):
                 raise self._changed(name, self._rank, t)
-            known.x, known.count = now, now._version
+            known.mark = Mark.of(now)
 
 
 def _print(x: Tensor) -> Tensor | None:
@@ -393,8 +393,8 @@ def _print(x: Tensor) -> Tensor | None:
 
 
 def _is_alike(known: _Still, now: Tensor) -> bool:
-    before, behind = known.print, _print(now)
-    is_of_a_kind = (known.x.shape, known.x.dtype) == (now.shape, now.dtype)
+    x, before, behind = known.mark.value, known.print, _print(now)
+    is_of_a_kind = (x.shape, x.dtype) == (now.shape, now.dtype)
     return is_of_a_kind and before is not None and behind is not None and before.equal(behind)
 
 

@@ -23,8 +23,9 @@ from typing import Generic, Protocol, TypeAlias, TypeVar, cast, final
 from lightning_cyclic.errors import CyclicError, StepError, WaitTimeoutError
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Flow, Item
-from lightning_cyclic.runtime.flight_recorder import FlightRecorder
+from lightning_cyclic.runtime.flight_recorder import FlightRecorder, joining
 from lightning_cyclic.runtime.messages import Incoming, Message, Messages
+from lightning_cyclic.viz.words import sentence, waiting
 
 T = TypeVar("T")
 
@@ -198,6 +199,7 @@ class Worker:
         self._flow = flow
         self._messages = messages
         self._stores = stores
+        self.flight = flight
         self._coming: dict[Item, _Arrival] = {}
         self._lock = threading.Lock()  # what is coming changes, by several lanes
         self._has_posted = threading.Condition(self._lock)
@@ -218,9 +220,9 @@ class Worker:
             Kind.GATHER: _nothing,  # the receive behind it says all
             Kind.FREE: stores.free,
         }
-        self._do = {kind: flight.recorded(done) for kind, done in do.items()}
-        self._take_message = flight.awaited(self._receive)
-        self._join = flight.joined(LaneThread.wait_for)
+        self._do = {kind: flight.noted(done, sentence) for kind, done in do.items()}
+        self._take_message = flight.noted(self._receive, waiting)
+        self._await_lane = flight.noted(LaneThread.wait_for, joining)
         self._lanes = {lane: LaneThread(f"cyclic-{lane}", self._run_on_lane) for lane in lanes}
 
     def run(self, actions: Iterable[Action]) -> None:
@@ -286,6 +288,9 @@ class Worker:
             if item in self._coming:
                 self._take_in(item)
         self._do[a.kind](a)
+
+    def _join(self, lane: _LaneThread, number: int) -> None:
+        (LaneThread.wait_for if lane.num_over >= number else self._await_lane)(lane, number)
 
     def _take_in(self, item: Item) -> None:
         with self._lock:

@@ -113,6 +113,7 @@ def test_parameters_of_any_type_are_compared(dtype: torch.dtype) -> None:
         lambda p: p.data.mul_(2),
         lambda p: setattr(p, "data", p.data * 2),
         lambda p: setattr(p, "data", p.data.clone()),  # elsewhere: views of it stay behind
+        lambda p: [setattr(p, "data", p.data.clone()) for _ in range(2)],  # and where it was
         lambda p: nn.utils.vector_to_parameters(torch.ones(p.numel()), [p]),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_cyclic.runtime import bits
-from lightning_cyclic.runtime.bits import digest, sum_of_bits, unseen
+from lightning_cyclic.runtime.bits import Mark, digest, kept, put, sum_of_bits, unseen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
@@ -35,6 +35,30 @@ def test_a_backward_reads_what_was_written_unseen() -> None:
     assert [f._version for f in factors] == before
     assert x.grad is not None
     assert x.grad.tolist() == [10, 10, 10]
+
+
+def test_tensors_have_their_values_again_and_graphs_do_not_notice() -> None:
+    factor, x = torch.ones(3), torch.ones(3, requires_grad=True)
+    made = x * factor
+    with kept([factor]):
+        put([factor], [torch.zeros(3)])
+        assert not factor.any()
+    made.sum().backward()
+    assert factor.tolist() == [1, 1, 1]
+
+
+def test_a_mark_is_of_one_value_that_nobody_changes_in_place() -> None:
+    x = torch.zeros(2)
+    mark = Mark.of(x)
+    assert mark.is_of(x)
+    assert not mark.is_of(x.clone())
+    x.add_(1)
+    assert not mark.is_of(x)
+    assert Mark.of(x).is_of(x)
+    assert Mark.of(None).is_of(None)
+    with torch.inference_mode():
+        y = torch.ones(1)
+    assert Mark.of(y).is_of(y)
 
 
 def test_a_digest_tells_elements_and_their_order(monkeypatch: pytest.MonkeyPatch) -> None:

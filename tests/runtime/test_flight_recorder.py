@@ -14,17 +14,21 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Action, Lane, parse
 from lightning_cyclic.runtime.flight_recorder import MOST, FlightRecorder, lines, write_down
-from lightning_cyclic.runtime.worker import Worker
+from lightning_cyclic.viz.words import sentence
 from tests.runtime.test_worker import Pair
 
 FORWARD = parse("0F0@0#0")
 
 
-def taken(worker: Worker) -> list[tuple[str, str]]:
+def _name_of(what: object) -> str:
+    return str(getattr(what, "name", what))  # of a lane, or an action
+
+
+def taken(flight: FlightRecorder) -> list[tuple[str, str]]:
     """Return whether it was over (" ") or not (">"), and what was done or waited for."""
     return [
-        (" " if end_ns else ">", f"{'wait ' * words(what).startswith('wait for')}{what}")
-        for _, end_ns, what, words in worker.flight.take()
+        (" " if end_ns else ">", f"{'wait ' * words(what).startswith('wait for')}{_name_of(what)}")
+        for _, end_ns, what, words in flight.take()
     ]
 
 
@@ -32,21 +36,21 @@ def test_actions_and_waits_in_the_order_in_which_they_began() -> None:
     pair = Pair()
     pair.run(0, "0SEND_P@1>1#1")
     pair.run(1, "0RECV_P@1<0#1", "1F1@0#1", "0F1@1#1")
-    assert taken(pair.workers[0]) == [(" ", "0SEND_P@1>1#1")]
-    assert taken(pair.workers[1]) == [
+    assert taken(pair.flights[0]) == [(" ", "0SEND_P@1>1#1")]
+    assert taken(pair.flights[1]) == [
         (" ", "0RECV_P@1<0#1"), (" ", "1F1@0#1"), (" ", "wait 0RECV_P@1<0#1"), (" ", "0F1@1#1"),
     ]  # fmt: skip
-    assert taken(pair.workers[1]) == []  # it was taken
+    assert taken(pair.flights[1]) == []  # it was taken
 
 
 def test_a_wait_that_fails_is_marked_and_so_is_an_action() -> None:
     pair = Pair()
     with pytest.raises(TimeoutError):
         pair.run(1, "0RECV_P@1<0#1", "0F1@1#1")
-    assert taken(pair.workers[1]) == [(" ", "0RECV_P@1<0#1"), (">", "wait 0RECV_P@1<0#1")]
+    assert taken(pair.flights[1]) == [(" ", "0RECV_P@1<0#1"), (">", "wait 0RECV_P@1<0#1")]
     with pytest.raises(AssertionError, match="nothing is freed"):
         pair.run(1, "1F1@0#1", "1FREE@0#1")
-    assert taken(pair.workers[1]) == [(" ", "1F1@0#1"), (">", "1FREE@0#1")]
+    assert taken(pair.flights[1]) == [(" ", "1F1@0#1"), (">", "1FREE@0#1")]
 
 
 def test_lanes_note_what_they_do_and_who_waits_for_one_notes_that() -> None:
@@ -56,7 +60,7 @@ def test_lanes_note_what_they_do_and_who_waits_for_one_notes_that() -> None:
     late.start()
     pair.run(1, "0UPDATE@2#1")  # which reads what the lane makes
     late.join()
-    found = taken(pair.workers[1])
+    found = taken(pair.flights[1])
     assert found.count((" ", "wait cyclic-sums")) == 1
     own = ["0RECV_S0<0#1~sums", "wait 0RECV_S0<0#1~sums", "0ADD1#1~sums", "0UPDATE@2#1"]
     assert [what for _, what in found if what != "wait cyclic-sums"] == own
@@ -72,7 +76,7 @@ def test_updates_that_are_made_outside_are_noted() -> None:
 
 def test_the_last_are_kept_and_times_are_seconds_before_the_end() -> None:
     flight = FlightRecorder()
-    do = flight.recorded(lambda a: None)
+    do = flight.noted(lambda a: None, sentence)
     for t in range(MOST + 3):
         do(parse(f"0F0@0#{t}"))
     rows = flight.take()
@@ -86,7 +90,7 @@ def test_the_last_are_kept_and_times_are_seconds_before_the_end() -> None:
 
 def test_what_was_done_can_be_taken_while_lanes_go_on() -> None:
     flight, stops = FlightRecorder(), threading.Event()
-    do = flight.recorded(lambda a: None)
+    do = flight.noted(lambda a: None, sentence)
 
     def go_on() -> None:
         while not stops.is_set():
@@ -109,7 +113,7 @@ def test_an_error_passes_through_as_it_is() -> None:
         raise ZeroDivisionError("own")
 
     with pytest.raises(ZeroDivisionError, match="^own$"):
-        FlightRecorder().recorded(fail)(FORWARD)
+        FlightRecorder().noted(fail, sentence)(FORWARD)
 
 
 def test_profilers_see_actions_waits_and_updates_by_name() -> None:
@@ -117,7 +121,7 @@ def test_profilers_see_actions_waits_and_updates_by_name() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as found:
         pair.run(0, "0SEND_P@1>1#1")
         pair.run(1, "0RECV_P@1<0#1", "0F1@1#1")
-        pair.workers[1].flight.note([parse("0UPDATE@2#1")])
+        pair.flights[1].note([parse("0UPDATE@2#1")])
     assert {
         "send new weights, stage 0, of step 1, version 1, to worker 1",
         "wait for new weights, stage 0, of step 1, version 1, from worker 0",
@@ -140,7 +144,7 @@ def write(path: Path, flight: FlightRecorder) -> list[str]:
 
 def test_a_file_says_who_failed_where_with_what_and_what_was_done_last(tmp_path: Path) -> None:
     path, flight = tmp_path / "made" / "failure-rank1.txt", FlightRecorder()
-    flight.recorded(lambda a: None)(parse("0F1@2#3"))
+    flight.noted(lambda a: None, sentence)(parse("0F1@2#3"))
     assert write(path, flight) == [f"What this rank did last is in {path}"]
     rule, head, reason, numbers, blank, *rest = path.read_text().splitlines()
     assert rule == "=" * 80

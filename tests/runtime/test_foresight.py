@@ -134,7 +134,7 @@ def test_weights_are_guessed_under_autocast_too() -> None:
     other.train()
     for session in seer.sessions:
         (alone,) = other.sessions
-        for j in session.ownership.stages:
+        for j in session.own.ownership.stages:
             for name in seer.cuts.parameters[j]:
                 given, wanted = (dict(x.module.named_parameters()) for x in (session, alone))
                 assert torch.equal(given[name], wanted[name])

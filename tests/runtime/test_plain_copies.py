@@ -60,6 +60,20 @@ def test_methods_that_a_module_had_are_those_of_copies() -> None:
         assert net.forward is not own
 
 
+def test_where_a_step_follows_what_is_read_shallow_copies_share_and_pickles_do_not() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for m in net.modules():
+        m.forward = ours(lambda x: x, is_followed=lambda: True)  # type: ignore[method-assign]
+    with plain_copies(net):
+        shallow, pickled = copy.copy(net[0]), pickle.loads(pickle.dumps(net))
+        assert net.forward is not None
+    assert type(vars(shallow)) is dict
+    assert shallow.weight is net[0].weight
+    assert "forward" not in vars(shallow).keys() | vars(pickled).keys() | vars(pickled[0]).keys()
+    assert pickled[0].weight is not net[0].weight
+    assert all(map(torch.equal, pickled.state_dict().values(), net.state_dict().values()))
+
+
 def test_modules_that_copy_themselves() -> None:
     slow = Slow()
     graph = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))

@@ -61,13 +61,14 @@ class Pair:
     def __init__(self, *lanes: Lane, timeout_s: float = 0.5) -> None:
         office = PostOffice()
         self.logs = [Log(), Log()]
+        self.flights = [FlightRecorder(), FlightRecorder()]
         self.workers = [self._worker(office, w, lanes, timeout_s) for w in range(2)]
 
     def _worker(self, office: PostOffice, w: int, lanes: Any, timeout_s: float) -> Worker:
         log, transport = self.logs[w], LocalTransport(office, w, 2, timeout_s)
         messages = Messages(transport, {}, lambda pending, a: pending.wait(), CPU)
         flow, limit_s = Dataflow(PLAN, w), lambda: timeout_s
-        return Worker(flow, messages, log, log, log, FlightRecorder(), lanes, limit_s)
+        return Worker(flow, messages, log, log, log, self.flights[w], lanes, limit_s)
 
     def run(self, w: int, *texts: str) -> None:
         self.workers[w].run(map(parse, texts))

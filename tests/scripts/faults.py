@@ -33,6 +33,7 @@ import torch
 
 from benchmarks.data_parallel.hosts import Hosts
 from lightning_cyclic.plugin.checkpoint_file import check_file
+from lightning_cyclic.runtime.assembly import Assembly
 from tests.harness.interrupted import contents, difference
 from tests.harness.processes import free_port
 
@@ -335,7 +336,7 @@ def assert_as_unbroken(folder: Path, unbroken: Path) -> None:
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == names
     for name in names:
         path = folder / "checkpoints" / name
-        check_file(path, reads=True)
+        check_file(path, Assembly(), reads=True)
         where = difference(contents(path), contents(unbroken / "checkpoints" / name))
         assert where is None, f"{path}: {where}"
     last = (torch.load(x / "done", weights_only=True) for x in (folder, unbroken))

@@ -51,7 +51,7 @@ def train(
 
 
 class Counting(Thawing):
-    """Counts process groups behind each batch."""
+    """Counts process groups behind each batch, and behind the fit."""
 
     def on_train_start(self) -> None:
         self.groups: list[int] = []
@@ -61,7 +61,7 @@ class Counting(Thawing):
 
     @staticmethod
     def counted(trainer: Any, module: Counting) -> list[int]:
-        return module.groups
+        return [*module.groups, len(dist.distributed_c10d._world.pg_map)]
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,16 @@ class Counting(Thawing):
     [
         more({"preset": "cyclic_dp", "stages": ["net.2"]}),
         {"preset": "cyclic_dp", "stages": ["net.2"], "transport": "edges"},
-        {"preset": "1f1b", **CUT},
+        {"preset": "1f1b", **CUT, "replicas": 2},
     ],
     ids=["named", "edges", "pipeline"],
 )
-def test_unfreezing_leaves_no_process_groups_behind(strategy: Any) -> None:
-    for rank in train(Counting, strategy, look=Counting.counted):
-        assert len(rank.found) == 2 * NUM_STEPS
-        assert len(set(rank.found[1:])) == 1, rank.found
+def test_neither_unfreezing_nor_a_fit_leaves_process_groups_behind(strategy: Any) -> None:
+    for rank in train(Counting, strategy, 2 * strategy.get("replicas", 1), look=Counting.counted):
+        *within, behind = rank.found
+        assert len(within) == 2 * NUM_STEPS
+        assert len(set(within[1:])) == 1, within
+        assert behind == 1 < within[0]  # the default one
 
 
 def test_an_unfrozen_layer_goes_to_the_stage_that_uses_it() -> None:

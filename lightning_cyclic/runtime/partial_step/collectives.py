@@ -34,13 +34,21 @@ class Collectives:
         self._width = replicas
         self._size = size
         self._assembly = assembly
-        self._peers: Line | None = None
-        if assembly.crew is not None and replicas > 1:
-            self._peers = _peers(replicas, size, assembly.crew.timeout_s)
+        self._reduces = replicas > 1 and not assembly.is_alone
+        self._peers: Line | None = self._met() if self._reduces else None
 
-    def close(self) -> None:
-        if self._peers is not None:
-            self._peers.disconnect()
+    def _met(self) -> Line | None:
+        """Return the process group of the workers with this one's place in their replicas."""
+        rank, mine = self._assembly.rank, None
+        # Over NCCL every rank takes part in making every group. Over gloo torch fails on the
+        # ranks outside, where the default group knows its GPU, as Lightning's do.
+        by_members = dist.get_backend() == "gloo"
+        for place in range(self._size):
+            ranks = [replica * self._size + place for replica in range(self._width)]
+            if rank in ranks or not by_members:
+                made = self._assembly.line(None, ranks, by_members=by_members)
+                mine = made if rank in ranks else mine
+        return mine
 
     def gather(self, cuts: Cuts, plan: Plan) -> dict[str, Tensor]:
         """Return all parameters and the buffers that change, whole, on every worker.
@@ -66,8 +74,11 @@ class Collectives:
         Workers of one replica have the same value, and each place reduces by itself, so that
         they may do so in steps that flow, each when it is told of one.
         """
-        if self._peers is None:
+        if not self._reduces:
             return tensor
+        if self._peers is None or self._peers.group is None:  # behind the end
+            self._peers = self._met()
+        assert self._peers is not None
         group = self._peers.group
         reduced = tensor.to(_device_for(group))  # which is the tensor itself, mostly
         dist.all_reduce(reduced, _OPERATIONS.get(how, dist.ReduceOp.SUM), group=group)
@@ -78,20 +89,6 @@ class Collectives:
         if tensor.is_floating_point():
             return tensor.div_(self._width)
         return tensor.div_(self._width, rounding_mode="floor")
-
-
-def _peers(replicas: int, size: int, limit_s: float) -> Line | None:
-    """Return the process group of the workers with this one's place in their replicas."""
-    rank, mine = dist.get_rank(), None
-    # Over NCCL every rank takes part in making every group. Over gloo torch fails on the ranks
-    # outside, where the default group knows its GPU, as Lightning's do.
-    by_members = dist.get_backend() == "gloo"
-    for place in range(size):
-        ranks = [replica * size + place for replica in range(replicas)]
-        if rank in ranks or not by_members:
-            made = Line(limit_s, None, ranks, by_members=by_members)
-            mine = made if rank in ranks else mine
-    return mine
 
 
 def _device_for(group: Any) -> torch.device:

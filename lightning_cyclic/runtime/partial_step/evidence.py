@@ -8,14 +8,13 @@ plain one.
 from __future__ import annotations
 
 import json
-import random
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from lightning_cyclic.runtime import generators
 from lightning_cyclic.runtime.partial_step.losses import loss_of
 from lightning_cyclic.runtime.snapshot import Print, print_of, prints, tensor_print
 from lightning_cyclic.runtime.values.trees import flatten
@@ -53,9 +52,9 @@ Evidence = dict[Item, Print]
 class Notes:
     """Take the evidence of a step while it runs."""
 
-    def __init__(self, generators: Mapping[str, Any], device: torch.device) -> None:
-        named = {f"self.{name}": x for name, x in generators.items()}
-        self._generators = dict(_global_generators(device)) | named
+    def __init__(self, held: Mapping[str, Any], device: torch.device) -> None:
+        named = {f"self.{name}": x for name, x in held.items()}
+        self._generators = generators.of_process(device) | named
         self._found: dict[tuple[int, int], Evidence] = {}  # by micro-batch and stage
         self._outcomes: Evidence = {}
 
@@ -88,15 +87,6 @@ class Notes:
         return self._outcomes | {
             item: x for key in sorted(self._found) for item, x in self._found[key].items()
         }
-
-
-def _global_generators(device: torch.device) -> Iterator[tuple[str, Any]]:
-    yield "torch", torch.default_generator
-    if device.type == "cuda":
-        yield "torch.cuda", torch.cuda.default_generators[device.index or 0]
-    yield "random", random._inst
-    if (numpy := sys.modules.get("numpy")) is not None:
-        yield "numpy.random", numpy.random.mtrand._rand
 
 
 def outcome_evidence(i: int, outcome: Outcome) -> Evidence:

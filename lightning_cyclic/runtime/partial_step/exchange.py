@@ -18,15 +18,14 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import GO_BACK, MAKE_GRADIENTS, Action, Kind, Payload
 from lightning_cyclic.plan.roles import completes, gradient_sources
-from lightning_cyclic.runtime.bits import unseen
+from lightning_cyclic.runtime.bits import put, unseen
 from lightning_cyclic.runtime.gradient_store import Sum, refuse_sparse
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.batches import Batches
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
-from lightning_cyclic.runtime.partial_step.ownership import Ownership
+from lightning_cyclic.runtime.partial_step.own_stages import OwnStages
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Packet
 from lightning_cyclic.runtime.partial_step.stage_step import StageStep
 from lightning_cyclic.runtime.partial_step.tape import Tape
@@ -42,27 +41,24 @@ class Exchange:
 
     def __init__(
         self,
-        plan: Plan,
-        worker: int,
+        own: OwnStages,
         step: StageStep,
-        ownership: Ownership,
         updates: Updates,
         batches: Batches,
     ) -> None:
-        config = updates.config
+        plan, config = own.plan, own.config
         self._batches = batches
         self._updates = updates
         self._conclusions = updates.conclusions
-        flows = plan.flows and config.apply is not None
-        self._tells_norms = flows and plan.norms != "none"
-        shares_state = plan.axes.weights.looks_ahead and plan.replicas > 1
-        self._read_state = config.read_state if shares_state else None
-        self._write_state = config.write_state if shares_state else None
+        self._tells_norms = own.flows and plan.norms != "none"
+        self._read_state = config.read_state if own.shares_state else None
+        self._write_state = config.write_state if own.shares_state else None
         self._forms = config.forms
         self._plan = plan
-        self._worker = worker
+        self._own = own
+        self._worker = own.worker
         self._step = step
-        self._ownership = ownership
+        self._ownership = own.ownership
         self._grads = updates.grads
         self._norms = updates.norms
         self._packets: dict[Key, Packet] = {}  # by the stage that takes them
@@ -255,7 +251,7 @@ class Exchange:
 
     def _give_tied_values(self, a: Action) -> Message:
         assert a.peer is not None
-        shared = self._ownership.shared(a.j, stages_of(self._plan, a.peer))
+        shared = self._ownership.shared(a.j, self._own.stages_of(a.peer))
         return Message([self._forms.compress(p, p.detach()) for p in shared])
 
     def _take_tied_values(self, a: Action, message: Message) -> None:
@@ -266,7 +262,7 @@ class Exchange:
         return Message(self._ownership.changing(a.j))
 
     def _take_buffers(self, a: Action, message: Message) -> None:
-        _copy(self._ownership.changing(a.j), message.tensors)
+        put(self._ownership.changing(a.j), message.tensors)
 
     def _give_norms(self, a: Action) -> Message:
         return self._norms.note(a.t, a.j, self._grads.of(a.t, a.j)).message()
@@ -285,18 +281,6 @@ class Exchange:
 
     def _take_losses(self, a: Action, message: Message) -> None:
         self._conclusions.came[a.t] = message
-
-
-def stages_of(plan: Plan, worker: int) -> tuple[int, ...]:
-    workers_of = plan.axes.placement.workers_of
-    return tuple(j for j in range(plan.num_stages) if worker in workers_of(j))
-
-
-def _copy(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    # graphs that hold them are over, or do not look at them (statistics)
-    with torch.no_grad(), unseen(parameters):
-        for p, x in zip(parameters, values, strict=True):
-            p.copy_(x)
 
 
 def _keep_few(found: dict[Any, Any]) -> None:

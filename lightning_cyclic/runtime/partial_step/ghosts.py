@@ -23,51 +23,16 @@ if TYPE_CHECKING:
 Handle = tuple[int, int, int]
 """Where a tensor was made: region, event in the region, leaf of the event's output."""
 
-NUM_ATTRIBUTES = 5  # a ghost's own
-
 
 @final
 class Ghost(Tensor):
-    """Stand for a tensor of another stage.
-
-    Args:
-        router: whose run is asked about functions of it that nobody watches, if it replays.
-    """
+    """Stand for a tensor of another stage; a :class:`Mould` makes it."""
 
     handle: Handle
-    value: Tensor | None
+    value: Tensor | None = None
     spec: TensorSpec
     router: CallRouter | None
     _device: torch.device
-
-    @staticmethod
-    def __new__(
-        cls,
-        spec: TensorSpec,
-        handle: Handle,
-        device: torch.device,
-        router: CallRouter | None = None,
-    ) -> Ghost:
-        at = torch.device("cpu") if spec.on_host else device
-        ghost: Ghost = torch.Tensor._make_wrapper_subclass(
-            cls,
-            spec.size,
-            strides=spec.stride,
-            dtype=spec.dtype,
-            device=at,
-            requires_grad=spec.requires_grad,
-        )
-        ghost.handle = handle
-        ghost.value = None
-        ghost.spec = spec
-        ghost.router = router
-        ghost._device = at
-        return ghost
-
-    @property
-    def is_as_made(self) -> bool:
-        """Say whether nobody has changed it or has written anything on it."""
-        return len(self.__dict__) == NUM_ATTRIBUTES
 
     # what is asked for most does not take the long way through torch
 
@@ -118,6 +83,39 @@ class Ghost(Tensor):
         )
 
 
+@final
+class Mould:
+    """Make ghosts of one tensor: a fresh one for each run, as the user's code may keep one.
+
+    Args:
+        spec: of the tensor.
+        handle: where it was made.
+        device: the run's.
+        router: whose run is asked about functions of a ghost that nobody watches, if it replays.
+    """
+
+    def __init__(
+        self,
+        spec: TensorSpec,
+        handle: Handle,
+        device: torch.device,
+        router: CallRouter | None = None,
+    ) -> None:
+        at = torch.device("cpu") if spec.on_host else device
+        self.handle = handle
+        self._attributes = {"handle": handle, "spec": spec, "router": router, "_device": at}
+        self._size = spec.size
+        self._more: dict[str, Any] = {
+            "strides": spec.stride, "dtype": spec.dtype, "device": at,
+            "requires_grad": spec.requires_grad,
+        }  # fmt: skip
+
+    def ghost(self) -> Ghost:
+        made: Ghost = Tensor._make_wrapper_subclass(Ghost, self._size, **self._more)
+        made.__dict__.update(self._attributes)
+        return made
+
+
 def ask(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that reads metadata on a ghost itself.
 
@@ -128,8 +126,6 @@ def ask(func: Any, args: Any, kwargs: Any) -> Any:
         name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
         if name in _OF_THE_GRAPH and args[0].requires_grad:
             return _OF_THE_GRAPH[name]
-        if name == "requires_grad_":
-            args[0].was_changed = True
         return func(*args, **kwargs)
 
 

@@ -9,7 +9,8 @@ A worker runs the step once for each of its stages, and ends it where the stage 
 The first steps are compared with the plain one, which shows attributes that come out otherwise.
 Two things it cannot show stay refused here: what a rank without the last stage has counted by
 itself, as one rank with the right value is enough there; and that an earlier stage reads what a
-later one changes, as a condition on a counter may come out alike for hundreds of steps.
+later one changes, as a condition on a counter may come out alike for hundreds of steps: its runs
+do not find there what the rank was told.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.bits import unseen
-from lightning_cyclic.runtime.plain_copies import ours
+from lightning_cyclic.runtime.bits import kept, put, version
+from lightning_cyclic.runtime.snapshot import refill
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.values.plain import (
     is_plain,
@@ -87,7 +88,7 @@ class ModuleState:
 
     def __init__(
         self, module: nn.Module, cuts: Cuts, ignored: Collection[str], stages: Sequence[int],
-        num_stages: int, say: Callable[[str], None], buffers: Collection[str] = (),
+        say: Callable[[str], None], buffers: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._module = module
         self._cuts = cuts
@@ -98,9 +99,7 @@ class ModuleState:
         self._buffers_apart: dict[int, list[Tensor]] = {}
         self._changed: set[str] = set()  # by runs on this worker
         self._left = Seen({}, [], [])  # of these, behind the last run, before hooks
-        self._tells = num_stages - 1 in stages
-        self._looked: set[bool] = set()
-        self._read: set[str] = set()  # by first runs that end before the last stage
+        self._told: set[str] = set()  # by the last stage, which this worker does not have
         self._own: dict[tuple[int, int], dict[tuple[str, Any], Any]] = {}  # by micro-batch
         self._secret: set[str] = set()  # attributes that others are not told
 
@@ -161,49 +160,50 @@ class ModuleState:
         Nothing of it stays but gradients: buffers and metrics of the stage are put back, too.
         """
         shown, names = self._seen(), self._changing(j)
-        held, values = [self._module.get_buffer(n) for n in names], self._copies(names)
+        held = [self._module.get_buffer(n) for n in names]
         metrics = [self._module.get_submodule(p) for p, k in self._cuts.metrics.items() if k == j]
         states = [state_of(m) for m in metrics]
-        for n, x in found.attributes.items():
-            vars(self._module)[n] = _refilled(x, anew=True)
-        self._put_buffers(self._buffers, found.buffers)
-        with unseen(held):  # they will be what they were: graphs that hold them need not notice
-            _copy(held, found.of_stage)
-        try:
-            yield
-        finally:
-            self._put_back(shown)
-            for name, b in zip(names, held, strict=True):
-                path, _, last = name.rpartition(".")
-                owner = self._module.get_submodule(path)
-                if getattr(owner, last) is not b:  # the step has put another in its place
-                    setattr(owner, last, b)
-            with unseen(held):
-                _copy(held, values)
-            for m, state in zip(metrics, states, strict=True):
-                m.__dict__.update(state)
+        with kept(held):
+            for n, x in found.attributes.items():
+                vars(self._module)[n] = _refilled(x, anew=True)
+            self._put_buffers(self._buffers, found.buffers)
+            if found.of_stage:
+                put(held, found.of_stage)
+            try:
+                yield
+            finally:
+                self._put_back(shown)
+                for name, b in zip(names, held, strict=True):
+                    path, _, last = name.rpartition(".")
+                    owner = self._module.get_submodule(path)
+                    if getattr(owner, last) is not b:  # the step has put another in its place
+                        setattr(owner, last, b)
+                for m, state in zip(metrics, states, strict=True):
+                    m.__dict__.update(state)
 
     @contextmanager
-    def noting(self, *, training: bool) -> Iterator[None]:
-        """Note what the first run of a kind looks at that ends before the last stage."""
-        if self._tells or training in self._looked:
-            yield
-            return
-        self._looked.add(training)
-        kind, read = type(self._module), self._read
+    def hiding(self) -> Iterator[None]:
+        """Run the body, a run of the step, without what it must not read: what others tell of.
 
-        def look(module: nn.Module, name: str) -> Any:
-            read.add(name)
-            return kind.__getattribute__(module, name)
-
-        names = {
-            "__module__": kind.__module__, "__doc__": kind.__doc__, "__getattribute__": look,
-        }  # fmt: skip
-        self._module.__class__ = ours(type(kind.__name__, (kind,), names), kind)
+        Raises:
+            StepError: it looked for such an attribute.
+        """
+        held = vars(self._module)
+        hidden = {n: held.pop(n) for n in self._told - self._changed if n in held}
         try:
             yield
+        except AttributeError as error:
+            name = error.name
+            is_read = name in hidden or (hidden and _is_property(error))
+            if error.obj is not self._module or not is_read:
+                raise
+            names = name if name in hidden else " or self.".join(hidden)
+            raise _refused(
+                names, "read", "in the code of one stage, and changed in that of a later "
+                "one, which is a micro-batch behind by then",
+            ) from error  # fmt: skip
         finally:
-            self._module.__class__ = kind
+            held.update((n, x) for n, x in hidden.items() if n not in held)
 
     # ------------------------------------------------------------------ telling others
 
@@ -245,7 +245,7 @@ class ModuleState:
             facts: the same.
 
         Raises:
-            StepError: an attribute that several stages change, or that an earlier one reads.
+            StepError: an attribute that several stages change.
         """
         given = iter(tensors)
         for i, changes in facts:
@@ -255,12 +255,9 @@ class ModuleState:
                 if change.name in self._changed:
                     if own.get((change.name, change.key)) != _comparable(change):
                         raise _refused(change.name, "changed", "in the code of several stages")
-                elif change.name in self._read:
-                    raise _refused(
-                        change.name, "read", "in the code of one stage, and changed in that of a "
-                        "later one, which is a micro-batch behind by then",
-                    )  # fmt: skip
-                elif change.grew:
+                    continue
+                self._told.add(change.name)
+                if change.grew:
                     held[name].extend(change.value)
                 else:
                     held[name] = change.value
@@ -305,12 +302,6 @@ class ModuleState:
                     buffer.copy_(value)  # else graphs that hold it would notice
 
 
-@torch.no_grad()
-def _copy(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for b, value in zip(buffers, values, strict=False):
-        b.copy_(value)
-
-
 _REMEMBERED = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
 
 
@@ -337,20 +328,17 @@ def _keep(value: Any) -> Kept:
         return Kept(value, set(value))
     if isinstance(value, dict):
         return Kept(value, {k: _keep(x) for k, x in value.items()})
-    is_counted = isinstance(value, Tensor) and not value.is_inference()
-    return Kept(value, value._version if is_counted else None)
+    return Kept(value, version(value))
 
 
 def _refilled(x: Kept, *, anew: bool = False) -> Any:
     """Let a container have again what it had, or make one of its type; a tensor stays changed."""
     if not isinstance(x.value, (*_ORDERED, set, dict)):
         return x.value
-    made = copy.copy(x.value) if anew else x.value  # of its largest length, and its default
-    made.clear()
+    made, items = copy.copy(x.value) if anew else x.value, x.inside  # of its length and default
     if isinstance(made, dict):
-        made.update({k: _refilled(y, anew=anew) for k, y in x.inside.items()})
-    else:
-        (made.update if isinstance(made, set) else made.extend)(x.inside)
+        items = {k: _refilled(y, anew=anew) for k, y in items.items()}
+    refill(made, items)
     return made
 
 
@@ -367,7 +355,7 @@ def _differs(x: Kept, value: Any) -> bool:
         return x.inside.keys() != value.keys() or any(
             _differs(y, value[k]) for k, y in x.inside.items()
         )
-    return bool(x.inside != value._version)
+    return bool(x.inside != version(value))
 
 
 def _moved(name: str, x: Kept, visit: Visit) -> Any:
@@ -407,6 +395,11 @@ def _comparable(change: Change) -> Any:
     if change.grew:
         return len(change.value)
     return change.value if isinstance(change.value, bool | int | float | str) else None
+
+
+def _is_property(error: AttributeError) -> bool:
+    """Say whether what was looked for is made of other attributes."""
+    return isinstance(getattr(type(error.obj), error.name or "", None), property)
 
 
 def _can_be_told(change: Change) -> bool:

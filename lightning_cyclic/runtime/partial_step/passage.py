@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from lightning_cyclic.runtime.bits import version
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.packets import Lesson, Packet
@@ -21,7 +22,6 @@ from lightning_cyclic.runtime.partial_step.replay import Replay
 from lightning_cyclic.runtime.partial_step.run import Run
 from lightning_cyclic.runtime.partial_step.sharing import Sharing, groups_of
 from lightning_cyclic.runtime.partial_step.tape import Delivery, Tape, names
-from lightning_cyclic.runtime.stages.ledger import version
 
 _ANCHOR = torch.zeros((), requires_grad=True)  # lets autograd note what is made of it
 

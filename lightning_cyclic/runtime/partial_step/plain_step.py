@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.plan.roles import source_of_sum
-from lightning_cyclic.runtime.bits import unseen
+from lightning_cyclic.runtime.bits import kept
 from lightning_cyclic.runtime.gradient_store import SumDtypes, takes
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter, Unit
 from lightning_cyclic.runtime.partial_step.evidence import (
@@ -95,6 +95,7 @@ class PlainStep:
         stages = [stage_of.get(n, 0) for n, _ in module.named_parameters()]
         weights = list(zip(stages, module.parameters(), strict=True))
         self._holders = [*weights, *((j, forms.trained(p)) for j, p in weights)]
+        # what the step does to weights, where stages allow that it does anything, is undone
         self._written = [p for n, p in module.named_parameters() if n in written]
 
     def run(
@@ -133,7 +134,7 @@ class PlainStep:
     ) -> tuple[Evidence, Mapping[str, Print]]:  # fmt: skip
         notes = Notes(self._held, self._device)
         undone = undisturbed(self._device, self._held)
-        with undone, self._router.open(), self._gradients_apart(), self._weights_kept():
+        with undone, self._router.open(), self._gradients_apart(), kept(self._written):
             outcomes: list[Outcome] = []
             sums = PlainSums(plan, t, self._holders, self._dtypes)
             for part in parts:
@@ -164,17 +165,6 @@ class PlainStep:
         finally:
             for p, grad in before:
                 p.grad = grad
-
-    @contextmanager
-    def _weights_kept(self) -> Iterator[None]:
-        """Undo what the step does to weights, where stages allow that it does anything."""
-        before = [p.detach().clone() for p in self._written]
-        try:
-            yield
-        finally:
-            with torch.no_grad(), unseen(self._written):
-                for p, x in zip(self._written, before, strict=True):
-                    p.copy_(x)
 
     def _gradient_evidence(self, totals: Sequence[Tensor | None]) -> Evidence:
         found: Evidence = {}

@@ -1,19 +1,17 @@
 """Replays: what the events of a tape gave, given again as ghosts.
 
-Ghosts are made once for a tape, and serve in every run that passes its region. One that the
-user's code has kept beyond a run, or has written something on, is left to it, with its value.
+Moulds of ghosts are made once for a tape, and serve in every run that passes its region. Ghosts
+are fresh in each, as the user's code may keep one beyond a run, or write something on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from sys import getrefcount
 from typing import TYPE_CHECKING, Any, final
-from weakref import getweakrefcount
 
 from torch import Tensor
 
-from lightning_cyclic.runtime.partial_step.ghosts import NUM_ATTRIBUTES, Ghost, Handle
+from lightning_cyclic.runtime.partial_step.ghosts import Ghost, Handle, Mould
 from lightning_cyclic.runtime.partial_step.tape import (
     DRAWS,
     DRAWS_PLAINLY,
@@ -27,17 +25,6 @@ from lightning_cyclic.runtime.values.trees import unflatten
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.call_router import CallRouter
-
-_sample = [object()]
-_ALONE = getrefcount(_sample[0])  # what is counted of an object that one list alone holds
-
-
-def _count_here() -> int:
-    x = _sample[0]
-    return getrefcount(x)
-
-
-_ALONE_BUT_HERE = _count_here()  # and a function that has just taken it from there
 
 
 @final
@@ -57,11 +44,18 @@ class Replay:
         self._router = router
         self._position = 0
         self._names = [*(None if e.is_read else e.name for e in self._events), None]
-        self._ghosts: list[list[Ghost | None]] = [[None] * len(e.outs) for e in self._events]
+        self._moulds = [
+            [self._mould((region, n, k), out) for k, out in enumerate(e.outs)]
+            for n, e in enumerate(self._events)
+        ]
         single = map(_gives_one_ghost, self._events)
-        self._single = [g if yes else [None] for g, yes in zip(self._ghosts, single, strict=True)]
-        self._single.append([None])  # behind the last event
-        self._filled: list[tuple[int, int]] = []
+        self._single = [x[0] if yes else None for x, yes in zip(self._moulds, single, strict=True)]
+        self._single.append(None)  # behind the last event
+        self._ghosts: dict[Handle, Ghost] = {}  # of the run under way
+
+    def _mould(self, handle: Handle, out: Any) -> Mould | None:
+        router = self._router
+        return Mould(out, handle, router.device, router) if isinstance(out, TensorSpec) else None
 
     def begin(self) -> None:
         self._position, self._all_seen = 0, not self._watch_always
@@ -81,19 +75,13 @@ class Replay:
         return None if is_over else self._events[self._position]
 
     def ghost(self, name: str) -> Ghost | None:
-        """Return what the next event gave, if it has this name and a ghost is at hand for it."""
+        """Return what the next event gave, if it has this name and gave one tensor, made anew."""
         n = self._position
-        ghost = self._single[n][0]
-        if (
-            ghost is not None
-            and self._names[n] == name
-            and getrefcount(ghost) == _ALONE_BUT_HERE
-            and len(ghost.__dict__) == NUM_ATTRIBUTES  # is_as_made, without a call
-            and not getweakrefcount(ghost)
-        ):
-            self._position = n + 1
-            return ghost
-        return None
+        mould = self._single[n]
+        if mould is None or self._names[n] != name:
+            return None
+        self._position = n + 1
+        return self._made_by(mould)
 
     def next(self, name: str) -> Event | None:
         if self._names[self._position] != name:
@@ -109,38 +97,27 @@ class Replay:
         """Return what the last event gave, for what it was given."""
         event = self._events[self._position - 1]
         leaves: list[Any] = []
-        for k, out in enumerate(event.outs):
-            if isinstance(out, Alias):
+        for out, mould in zip(event.outs, self._moulds[self._position - 1], strict=True):
+            if mould is not None:
+                leaves.append(self._made_by(mould))
+            elif isinstance(out, Alias):
                 leaves.append(inputs[out.place])
-            else:
-                leaves.append(out.value if isinstance(out, Plain) else self._ghost(k, out))
+            elif isinstance(out, Plain):
+                leaves.append(out.value)
         return unflatten(event.structure, leaves)
 
-    def _ghost(self, k: int, spec: TensorSpec) -> Ghost:
-        """Return the ghost of a leaf: the one that was made before, if nobody else has it."""
-        ghosts = self._ghosts[self._position - 1]
-        if getrefcount(ghosts[k]) == _ALONE:
-            ghost = ghosts[k]
-            if ghost is not None and ghost.is_as_made and not getweakrefcount(ghost):
-                return ghost
-        made = ghosts[k] = Ghost(spec, self.place(k), self._router.device, self._router)
-        return made
+    def _made_by(self, mould: Mould) -> Ghost:
+        ghost = self._ghosts[mould.handle] = mould.ghost()
+        return ghost
 
     def fill(self, handle: Handle, x: Tensor) -> None:
-        _, n, k = handle
-        if k >= 0 and (ghost := self._ghosts[n][k]) is not None:  # else it is of the batch
+        ghost = self._ghosts.get(handle)
+        if ghost is not None:  # else it is of the batch
             ghost.value = x
-            self._filled.append((n, k))
 
     def release(self) -> None:
-        """Let go of what came, behind the run; but for ghosts that somebody else has."""
-        for n, k in self._filled:
-            ghosts = self._ghosts[n]
-            if getrefcount(ghosts[k]) == _ALONE:
-                ghosts[k].value = None  # type: ignore[union-attr]
-            else:
-                ghosts[k] = None
-        self._filled.clear()
+        """Let go of the ghosts of a run, and of what came for them; who kept one has it."""
+        self._ghosts.clear()
 
 
 def _gives_one_ghost(event: Event) -> bool:

@@ -189,8 +189,8 @@ class Run:
             return self._check_end(self._output_of(step))
         finally:
             self.router.end()
-            for region in {handle[0] for handle in self._came}:
-                self._replays[region].release()
+            for replay in self._replays:
+                replay.release()
             self._came = {}
 
     def _output_of(self, step: Callable[[], Any]) -> Any:

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_cyclic.errors import PlanError, StepError
+from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan, program_of
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
-from lightning_cyclic.plan.program import Program
-from lightning_cyclic.runtime.absent import is_absent, make_present
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.failure_words import Waiter
@@ -33,17 +31,15 @@ from lightning_cyclic.runtime.partial_step.batches import Batches, apart_from_sh
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.collectives import Collectives, rank_of
 from lightning_cyclic.runtime.partial_step.conclusions import Conclusions
-from lightning_cyclic.runtime.partial_step.config import Plans, StagewiseConfig, Summarise
-from lightning_cyclic.runtime.partial_step.exchange import Exchange, stages_of
+from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
+from lightning_cyclic.runtime.partial_step.exchange import Exchange
 from lightning_cyclic.runtime.partial_step.micro_batches import noted, whole_share, words_for
 from lightning_cyclic.runtime.partial_step.module_state import ModuleState
-from lightning_cyclic.runtime.partial_step.ownership import ForeignWeights, Ownership
+from lightning_cyclic.runtime.partial_step.own_stages import OwnStages
 from lightning_cyclic.runtime.partial_step.plain_step import PlainStep
 from lightning_cyclic.runtime.partial_step.stage_step import StageStep
 from lightning_cyclic.runtime.partial_step.updates import Updates
 from lightning_cyclic.runtime.partial_step.verifier import Expect, Verifier
-from lightning_cyclic.runtime.partial_step.versions import Versions
-from lightning_cyclic.runtime.predict import Foresight
 from lightning_cyclic.runtime.randomness import undisturbed
 from lightning_cyclic.runtime.session import AbstractSession
 from lightning_cyclic.runtime.snapshot import generators_of
@@ -84,12 +80,10 @@ class StagewiseSession(AbstractSession):
         self.transport = transport
         self.num_workers = num_workers
         self.t = 0
-        self.cuts: Cuts | None = None
+        self._own: OwnStages | None = None  # as soon as the stages are found
         self.router: CallRouter | None = None
-        self.versions: Versions | None = None
-        self.ownership: Ownership
-        self.foreign: ForeignWeights
         self.updates: Updates
+        self.verifier: Verifier
         self._evaluations = 0
         self._evaluated = ""  # the kind of the step of evaluation under way
         self._ended = -1  # the last step that a flush has ended
@@ -102,28 +96,55 @@ class StagewiseSession(AbstractSession):
     # ------------------------------------------------------------------ beginning
 
     @property
-    @override
-    def plan(self) -> Plan | None:
-        # of a step whose batch has as many micro-batches as asked for
-        return None if self.cuts is None else self._plans.usual
+    def cuts(self) -> Cuts | None:
+        return None if self._own is None else self._own.cuts
 
     @property
-    def program(self) -> Program:
-        return program_of(self._plans.usual)
+    @override
+    def plan(self) -> Plan | None:
+        return None if self._own is None else self._own.plan
 
     @property
     @override
     def stage_of(self) -> dict[str, int] | None:
-        return None if self.cuts is None else self.cuts.stage_of
+        return None if self._own is None else self._own.cuts.stage_of
 
     @property
     @override
     def starts(self) -> tuple[str, ...] | None:
-        return None if self.cuts is None else self.cuts.starts
+        return None if self._own is None else self._own.cuts.starts
 
     @override
     def named(self) -> dict[str, nn.Parameter]:
-        return self.ownership.named()
+        return self.own.ownership.named()
+
+    @property
+    @override
+    def with_state(self) -> list[nn.Parameter]:
+        return self.own.with_state
+
+    @override
+    def own_names(self) -> set[str]:
+        return self.own.own_names()
+
+    @property
+    def own(self) -> OwnStages:
+        """Return what this worker has; the stages have been found."""
+        assert self._own is not None
+        return self._own
+
+    @property
+    def replica(self) -> tuple[int, ...]:
+        """Return the workers of this worker's replica, input side first."""
+        first = self.worker // self._size * self._size
+        return tuple(range(first, first + self._size))
+
+    @property
+    def most_late(self) -> int:
+        """Return how many steps later the last worker is told of a step than the first."""
+        return max(map(self.own.program.lag, range(self.num_workers)))
+
+    # ------------------------------------------------------------------ beginning
 
     def find_stages(self, batch: Any, call: Callable[[Any], Any], kind: str = "") -> None:
         """Find the stages with one run of the whole step on worker 0's process.
@@ -138,7 +159,7 @@ class StagewiseSession(AbstractSession):
             StepError: for batches that cannot be shared.
         """
         refuse_iterators(batch)
-        if self.cuts is None:
+        if self._own is None:
             # its code may change what it is given; made before the run, it is no activation
             copied = map_tensors(torch.clone, batch)
             parts = [MicroBatch(copied, 1)] if kind else self.batches.cut(copied)
@@ -152,8 +173,8 @@ class StagewiseSession(AbstractSession):
 
     @override
     def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
-        if self.versions is not None:  # in the middle of a run, whose steps count on
-            self.versions.restart()
+        if self._own is not None and self._own.versions is not None:  # in the middle of a run
+            self._own.versions.restart()  # whose steps count on
             return False
         if saved is None or "cuts" not in saved:
             return False
@@ -162,58 +183,45 @@ class StagewiseSession(AbstractSession):
         self.t = 0 if begins_anew else saved["t"]
         self._ended = self.t - 1
         self.config = replace(self.config, seed=saved["seed"])
-        if self.cuts is not None or not fits:
+        if self._own is not None or not fits:
             return False
         self.begin(Cuts.from_data(saved["cuts"]))
-        if self.versions is not None and saved["previous"]:
-            self.versions.put_previous(saved["previous"])
+        if self.own.versions is not None and saved["previous"]:
+            self.own.versions.put_previous(saved["previous"])
         return True
 
     def begin(self, cuts: Cuts) -> None:
         """Take stages for found, and give up what other workers hold."""
-        self._trained = self._had_versions = self._read_trained()
-        frozen = {n for n, _ in self.module.named_parameters()} - self._trained
-        self._plans = Plans(self.config, cuts, self.num_workers, frozen)
-        self.cuts, plan = cuts, self._plans.usual
-        if plan.axes.placement.takes_turns:
-            cuts.refuse_early_metrics()
-        self.ownership = ownership = Ownership(
-            self.module, cuts, stages_of(plan, self.worker), self.config.forms
-        )
-        fits = not any(map(is_absent, self.module.parameters()))
-        make_present(*ownership.here().values())
+        own = OwnStages(
+            self.module, self.config, cuts, self.worker, self.num_workers, self.device,
+            assembly=self.assembly, collectives=self._collectives,
+        )  # fmt: skip
+        plan = own.plan
         self.router = CallRouter(self.module, cuts, self.device)
         if self.transport is not None:
-            stages = {w: stages_of(plan, w) for w in range(self.num_workers)}
+            stages = {w: own.stages_of(w) for w in range(self.num_workers)}
             self.transport.crew.names.know_stages(stages)
-        if plan.weights != "sync" and (self.flows or not plan.flows):
-            self.versions = self._make_versions(plan, ownership)
-        self._messages = self._make_messages(plan)
-        repeated = set(cuts.repeated) - set(ownership.stale)
+        own.make_versions(self.t)
+        self._messages = self._make_messages(own)
+        self._own = own  # now there is something to let go, should the rest fail
         state = ModuleState(
-            self.module, cuts, self.config.not_state, ownership.stages, plan.num_stages,
-            self.config.say, repeated,
+            self.module, cuts, self.config.not_state, own.ownership.stages, self.config.say,
+            set(cuts.repeated) - set(own.ownership.stale),
         )  # fmt: skip
-        self.foreign = ForeignWeights(
-            self.module, cuts.changing, ownership, lambda j: rank_of(plan.owner(j), self._size),
-            fits, self._gather,
-        )  # fmt: skip
-        grads = GradientStore(self.trained_of, self.config.sums)
-        self._step = self._make_step(cuts, plan, state)
+        grads = GradientStore(own.trained_of, self.config.sums)
+        self._step = self._make_step(own, state)
         self._conclusions = Conclusions(self._step, state)
-        parameters = [self.trained_of(j) for j in range(plan.num_stages)]
+        parameters = [own.trained_of(j) for j in range(plan.num_stages)]
         norms = Norms(plan, self.worker, parameters, self._fetch)
-        self.verifier = Verifier(self, self._make_plain_step(cuts), self._held)
+        plain = self._make_plain_step(cuts)
+        self.verifier = Verifier(own, self._step, plain, self._held, self.t)
         self.updates = Updates(
-            self.config, ownership, self._owned, grads, norms, self.versions,
-            conclusions=self._conclusions, verifier=self.verifier,
+            own, grads, norms, conclusions=self._conclusions, verifier=self.verifier,
             flight=self.flight, run=self._run, is_over=self._forget,
         )  # fmt: skip
-        self._exchange = Exchange(
-            plan, self.worker, self._step, ownership, self.updates, self.batches
-        )
+        self._exchange = Exchange(own, self._step, self.updates, self.batches)
         self._worker = Worker(
-            self.program.flow(self.worker), self._messages, self._exchange, self._exchange,
+            own.program.flow(self.worker), self._messages, self._exchange, self._exchange,
             self.updates, self.flight,
         )  # fmt: skip
         self.updates.worker = self._worker
@@ -221,16 +229,16 @@ class StagewiseSession(AbstractSession):
             layout = norms.layout(j, self._messages)
             self._messages.know(Payload.N, j, layout)  # received ahead, several at once
         self._modes = [(m, m.training) for m in self.module.modules()]
-        if not fits:  # else the first step lets it go
-            self.foreign.leave()
-        self.config.forms.leave(self.with_state)
+        if not own.foreign.fits:  # else the first step lets it go
+            own.foreign.leave()
+        self.config.forms.leave(own.with_state)
 
-    def _make_step(self, cuts: Cuts, plan: Plan, state: ModuleState) -> StageStep:
+    def _make_step(self, own: OwnStages, state: ModuleState) -> StageStep:
         """Return what runs F and B; note which weights nothing else may change meanwhile."""
         assert self.router is not None
-        config, versions, ownership = self.config, self.versions, self.ownership
+        config, versions, ownership = self.config, own.versions, own.ownership
         step = StageStep(
-            self.router, plan, ownership, state,
+            self.router, own.plan, ownership, state,
             config.seed, config.remat, versions, config.is_one_stage,
         )  # fmt: skip
         step.say = config.say
@@ -238,15 +246,15 @@ class StagewiseSession(AbstractSession):
         if config.is_under_autocast and not (versions is not None and versions.overwrites):
             step.casts = CastCopies()  # else copies have no one value
         still = {n: b for n, b in self.router.still_buffers().items() if b.layout == torch.strided}
-        own = self.router.still_buffers(of_units=True) if self.num_workers > 1 else {}
-        kept = [n for n in own if is_persistent(self.module, n)]
+        owned = self.router.still_buffers(of_units=True) if self.num_workers > 1 else {}
+        kept = [n for n in owned if is_persistent(self.module, n)]
         self._still = self._still_buffers(kept)
         if versions is not None:
             step.watch = WeightWatch(self.rank, may_freeze=False)
             step.still = still
         elif not config.is_one_stage or config.remat != "never":  # else it is as one device
             here = ownership.here().items()
-            self._weights = {**{n: p for n, p in here if n not in cuts.written}, **still}
+            self._weights = {**{n: p for n, p in here if n not in own.cuts.written}, **still}
         return step
 
     def _make_plain_step(self, cuts: Cuts) -> PlainStep:
@@ -260,102 +268,12 @@ class StagewiseSession(AbstractSession):
             frozenset(stage_of if config.is_one_stage else cuts.written),
         )  # fmt: skip
 
-    def _make_messages(self, plan: Plan) -> Messages:
+    def _make_messages(self, own: OwnStages) -> Messages:
         if self.transport is None:
             return Messages(None, {}, _no_wait, self.device)
-        wait = Waiter(plan, self.transport, self._when).wait
-        self._line = self.transport.connect(self.program)
-        return Messages(self._line, self.program.depths, wait, self.device)
-
-    def train_others(self) -> None:
-        """Train other parameters from now on; behind a flush, and on all workers at once.
-
-        What is frozen keeps its versions, which forwards still read, unless they are predicted.
-
-        Raises:
-            PlanError: on every worker, for a parameter that stages share.
-        """
-        if self.cuts is None or self.versions is None:
-            return
-        trained = self._read_trained()
-        changed, self._trained = self._trained ^ trained, trained
-        tied = next((n for n in self.cuts.tied if n in changed), None)
-        if tied is not None:
-            raise PlanError(
-                f"parameter {tied!r}, which stages {list(self.cuts.tied[tied])} share, was frozen "
-                f"or unfrozen between two steps, which preset {self._plans.usual.preset!r} does "
-                "not support; allowed: parameters of one stage; let one stage have all modules "
-                "that share it, stages=[...], or use strategy='1f1b'"
-            )
-        self._had_versions = self._had_versions | trained
-        self.versions.train_others(self._versioned(self._plans.usual, self.ownership))
-
-    def _read_trained(self) -> set[str]:
-        return {n for n, p in self.module.named_parameters() if p.requires_grad}
-
-    def _make_versions(self, plan: Plan, ownership: Ownership) -> Versions:
-        stages = self._versioned(plan, ownership)
-        foresight = None
-        if plan.axes.weights.looks_ahead:
-            ownership.refuse_ties(plan.weights)
-            assert self.config.guess is not None
-            foresight = Foresight(plan, stages, self.config.guess)
-        forms = self.config.forms
-        readers = ownership.readers(stages)
-        return Versions(self.module, plan, stages, self.t, readers, foresight, forms)
-
-    def _versioned(self, plan: Plan, ownership: Ownership) -> dict[int, dict[str, nn.Parameter]]:
-        """Return stage -> name -> parameter of which this worker has versions."""
-        return ownership.versioned(() if plan.axes.weights.looks_ahead else self._had_versions)
-
-    # ------------------------------------------------------------------ what there is
-
-    @property
-    def replica(self) -> tuple[int, ...]:
-        """Return the workers of this worker's replica, input side first."""
-        first = self.worker // self._size * self._size
-        return tuple(range(first, first + self._size))
-
-    @property
-    def stage_step(self) -> StageStep:
-        return self._step
-
-    def plan_of(self, num_microbatches: int) -> Plan:
-        return self._plans.of(num_microbatches)
-
-    @property
-    def flows(self) -> bool:
-        """Say whether steps begin before those ahead of them have ended, in training."""
-        return self._plans.usual.flows and self.config.apply is not None
-
-    @property
-    def owns(self) -> bool:
-        return bool(self._owned)
-
-    @property
-    def _owned(self) -> list[int]:
-        plan = self._plans.usual
-        return [j for j in range(plan.num_stages) if plan.owner(j) == self.worker]
-
-    @property
-    @override
-    def with_state(self) -> list[nn.Parameter]:
-        # of what it updates, or is told of and predicts
-        predicts = _shares_state(self._plans.usual)
-        own = [j for j in self.ownership.stages if predicts or j in self._owned]
-        return [p for j in own for p in self.trained_of(j)]
-
-    def trained_of(self, j: int) -> list[nn.Parameter]:
-        """Return what the optimizer has of a stage, in the order of its parameters."""
-        return list(map(self.config.forms.trained, self.ownership.owned(j)))
-
-    def worker_of(self, stage: int) -> int:
-        return self._plans.usual.worker_of(self.worker // self._size, stage)
-
-    @property
-    def most_late(self) -> int:
-        """Return how many steps later the last worker is told of a step than the first."""
-        return max(map(self.program.lag, range(self.num_workers)))
+        wait = Waiter(own.plan, self.transport, self._when).wait
+        self._line = self.transport.connect(own.program)
+        return Messages(self._line, own.program.depths, wait, self.device)
 
     # ------------------------------------------------------------------ a step
 
@@ -378,31 +296,31 @@ class StagewiseSession(AbstractSession):
             is_first: whether it is the first.
             expect: what of the outcomes all workers are to be told; see :class:`Verifier`.
         """
-        self.verifier.prepare(batch, is_first=is_first)
-        usual = self.program.step(self.worker, self.t, ended=self._ended)
+        own = self.own
+        self.verifier.prepare(self.t, batch, is_first=is_first)
+        usual = own.program.step(self.worker, self.t, ended=self._ended)
         parts = self.batches.cut(self._share_batch(self.t, batch, usual, self._run))
-        if self.versions is not None:
+        if own.versions is not None:
             self.batches.require_usual_number(parts)
         shares = self.batches.shares(self.t, [p.size for p in parts], accumulate)
         if self.config.is_one_stage and self.t == 0:  # else it is looked at to find the stages
             call = self.batches.along_samples(parts, call)
         self._conclusions.expect(self.t, summarise([part.size for part in parts]))
         if expect is not None:
-            self.verifier.begin(parts, accumulate, call, expect)
+            self.verifier.begin(self.t, parts, accumulate, call, expect)
         micro = self.batches.numbered(parts, shares, "train")
         self._step.prepare(self.t, micro, call, training=True)
         self._modes = [(m, m.training) for m in self.module.modules()]
-        program = program_of(self._plans.of(len(parts)))
+        program = program_of(own.plan_of(len(parts)))
         _, actions = apart_from_sharing(program.step(self.worker, self.t, ended=self._ended))
         self._still.begin()
-        if self.flows:
-            self._forget(self.t - self._plans.usual.steps_under_way)
+        if own.flows:
+            self._forget(self.t - own.plan.steps_under_way)
             self._run(actions)
-            self._still.check(self.t)
-            self.t += 1
         else:
             self._train_up_to_updates(actions, is_last=is_last)
-            self._still.check(self.t)
+        self._still.check(self.t)
+        self.t += own.flows
 
     def _train_up_to_updates(self, actions: list[Action], *, is_last: bool) -> None:
         begun = self.updates.up_to(actions, is_last=is_last)
@@ -425,14 +343,14 @@ class StagewiseSession(AbstractSession):
 
     @override
     def flush(self) -> None:
-        last = self.t - 1
-        if self.cuts is None or self.failed:
+        own, last = self._own, self.t - 1
+        if own is None or self.failed:
             return
         self.losses.settle()
         if self._ended == last:
             return
-        self.updates.put_off = self.program.put_off(self.worker, last)
-        actions = self.program.flush(self.worker, last, ended=self._ended)
+        self.updates.put_off = own.program.put_off(self.worker, last)
+        actions = own.program.flush(self.worker, last, ended=self._ended)
         with self._as_in_training():
             self._run(actions)
         self._worker.settle()
@@ -451,8 +369,8 @@ class StagewiseSession(AbstractSession):
         """
         self._evaluations, self._evaluated = self._evaluations + 1, kind
         t = -self._evaluations
-        actions = self._plans.evaluation(self.worker, t)
-        if self.foreign.are_here:
+        actions = self.own.evaluation(t)
+        if self.own.foreign.are_here:
             batch = self._share_batch(t, batch, actions, self._worker.run)
             self._evaluated = ""
             return partial(call, batch)
@@ -471,7 +389,7 @@ class StagewiseSession(AbstractSession):
     def _run(self, actions: Sequence[Action]) -> None:
         assert self.router is not None
         undone = undisturbed(self.device, self._held)
-        with undone, self.foreign.running(), self.router.open():
+        with undone, self.own.foreign.running(), self.router.open():
             self._worker.run(actions)
 
     def _share_batch(
@@ -503,7 +421,7 @@ class StagewiseSession(AbstractSession):
         """Forget what is over with step ``t``; evaluations count downward from -1."""
         self._step.forget(t)
         self._conclusions.forget(t)
-        self.updates.norms.forget(t - 2 * self._plans.usual.steps_under_way)
+        self.updates.norms.forget(t - 2 * self.own.plan.steps_under_way)
 
     # ------------------------------------------------------------------ beside the program
 
@@ -512,7 +430,7 @@ class StagewiseSession(AbstractSession):
 
         All must call it, behind a flush.
         """
-        source = self.worker_of(j)
+        source = self.own.worker_of(j)
         a = Action(kind=Kind.SEND, payload=Payload.M, t=self.t, j=j, peer=source)
         if self.worker != source:
             a = replace(a, kind=Kind.RECV)
@@ -523,19 +441,15 @@ class StagewiseSession(AbstractSession):
         return message
 
     @override
-    def own_names(self) -> set[str]:
-        assert self.cuts is not None
-        return {n for j in self._owned for n in (*self.cuts.parameters[j], *self.cuts.buffers[j])}
-
-    @override
     def state(self) -> dict[str, Any] | None:
-        if self.cuts is None:
+        own = self._own
+        if own is None:
             return None
         return {
-            "cuts": self.cuts.as_data(),
+            "cuts": own.cuts.as_data(),
             "t": self.t,
             "seed": self.config.seed,
-            "previous": {} if self.versions is None else self.versions.previous(),
+            "previous": {} if own.versions is None else own.versions.previous(),
         }
 
     def bring(self) -> None:
@@ -543,22 +457,19 @@ class StagewiseSession(AbstractSession):
 
         Behind a flush, or where no step is under way; not where it does not fit.
         """
-        if self.cuts is not None and not self.assembly.is_alone and not self.failed:
-            self.foreign.bring()
-
-    def _gather(self) -> dict[str, Tensor]:
-        assert self.cuts is not None
-        return self._collectives.gather(self.cuts, self._plans.usual)
+        if self._own is not None and not self.assembly.is_alone and not self.failed:
+            self._own.foreign.bring()
 
     @contextmanager
     def writable(self) -> Iterator[None]:
-        if self.cuts is None:
+        own = self._own
+        if own is None:
             yield
             return
-        self.ownership.restore()
+        own.ownership.restore()
         yield
-        if not self.foreign.fits:  # else the next step lets it go
-            self.foreign.leave()
+        if not own.foreign.fits:  # else the next step lets it go
+            own.foreign.leave()
 
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
         """Reduce over all workers, of which those of a replica have the same value."""
@@ -581,25 +492,18 @@ class StagewiseSession(AbstractSession):
 
     @override
     def _settle(self) -> None:
-        if self.cuts is not None:
+        if self._own is not None:
             self._messages.settle()
 
     @override
     def _let_go(self) -> None:
-        if self.cuts is None:
+        if self._own is None:
             return
         if self.failed:
-            self.ownership.give_up()
+            self._own.ownership.give_up()
         self._messages.close()
         if self.transport is not None:
             self._line.close()
-            if not self.failed:
-                self._collectives.close()
-
-
-def _shares_state(plan: Plan) -> bool:
-    """Say whether replicas that do not update need the optimizer's state to predict."""
-    return plan.axes.weights.looks_ahead and plan.replicas > 1
 
 
 def _no_wait(pending: Any, action: Action) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.bits import Mark
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
-from lightning_cyclic.runtime.stages.ledger import version
 from lightning_cyclic.runtime.torch_functions import user_line
 
 
@@ -72,7 +72,7 @@ def _span(x: Tensor) -> tuple[int, int] | None:
     if x.layout is not torch.strided or x.numel() == 0:
         return None
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    begin = x.data_ptr()
+    begin = x.data_ptr()  # all that are compared are alive
     return begin, begin + (last + 1) * x.element_size()
 
 
@@ -88,7 +88,7 @@ class Sharing:
     def __init__(self, groups: Mapping[Handle, int], stale: Mapping[Handle, str]) -> None:
         self.groups = groups
         self.stale = dict(stale)
-        self._known: dict[Handle, tuple[Tensor, int]] = {}
+        self._known: dict[Handle, Mark] = {}
 
     @classmethod
     def of(cls, groups: Mapping[Handle, int], stale: Mapping[Handle, str]) -> Sharing:
@@ -98,7 +98,7 @@ class Sharing:
     def begin(self, came: Mapping[Handle, Tensor]) -> None:
         """Remember the tensors as they entered."""
         if self.groups:
-            self._known = {h: (came[h], version(came[h])) for h in self.groups if h in came}
+            self._known = {h: Mark.of(came[h]) for h in self.groups if h in came}
 
     def look(self, used: Iterable[Handle]) -> None:
         """Look for changes in place since the last look.
@@ -106,9 +106,9 @@ class Sharing:
         Raises:
             StepError: a tensor was changed in place, and another view of it was used here.
         """
-        for h, (x, before) in self._known.items():
-            if version(x) != before:
-                self._known[h] = (x, version(x))
+        for h, known in self._known.items():
+            if not known.is_of(known.value):
+                self._known[h] = Mark.of(known.value)
                 line = str(user_line())
                 mates = {m for m, n in self.groups.items() if n == self.groups[h] and m != h}
                 self.stale |= dict.fromkeys(mates, line)

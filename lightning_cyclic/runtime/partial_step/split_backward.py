@@ -26,13 +26,12 @@ from typing import Any, Final, NoReturn, final
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.nn import functional
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.torch_functions import num_modes
+from lightning_cyclic.runtime.bits import Mark
+from lightning_cyclic.runtime.torch_functions import is_transformed, num_modes, saving_hooks
 
 # what has the weights of almost all modules, wherever it is called from
 _SPLIT: Final[tuple[tuple[Any, str], ...]] = (
@@ -106,7 +105,7 @@ class Pieces:
     def cut_out(self) -> Iterator[None]:
         """Let calls in the body be pieces, where they can be."""
         global _pieces  # noqa: PLW0603  (functions of torch are looked up by name, on any path)
-        self._hooks = _top_saved_tensors_default_hooks(False)
+        self._hooks = saving_hooks()
         before, _pieces = _pieces, self
         if before is None:
             for module, name in _SPLIT:  # as they are now: others may have changed them
@@ -159,14 +158,14 @@ class Pieces:
         """
         self.put_off = [p for p in self._named.values() if not self.looks]
         self._weights.put_off(self.put_off)
-        before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in self.put_off]
+        before = [(p, Mark.of(p.grad)) for p in self.put_off]
         self.runs_first_half = True
         try:
             yield
         finally:
             self.runs_first_half = False
-        for p, grad, version in before:
-            if p.grad is not grad or (grad is not None and grad._version != version):
+        for p, grad in before:
+            if not grad.is_of(p.grad):
                 _refuse_other_use(p)
 
     def note(self, output: GradientEdge, gradient: Tensor) -> None:
@@ -196,8 +195,8 @@ class Pieces:
             and threading.get_ident() == self._thread
             and torch.is_grad_enabled()
             and not num_modes()  # nobody looks on: not between modules
-            and _top_saved_tensors_default_hooks(False) == self._hooks  # nor leads autograd
-            and peek_interpreter_stack() is None
+            and saving_hooks() == self._hooks  # nor leads autograd
+            and not is_transformed()
         )
         if may_be and not self.looks and not all(p in self._weights for p in weights):
             self._weights.look_again(self._kind, weights)

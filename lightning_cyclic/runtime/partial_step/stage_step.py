@@ -219,7 +219,7 @@ class StageStep:
         while True:
             run = self._new_run(a, habit, partial(passage.deliver, habit), micro.reads)
             try:
-                with self._state.noting(training=self._training), self._split(a, cell):
+                with self._state.hiding(), self._split(a, cell):
                     output = run(self._step(a, micro))
             except Exception:
                 if run.is_real or habit.fits(passage.packet.tapes):

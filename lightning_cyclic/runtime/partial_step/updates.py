@@ -19,10 +19,8 @@ from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.gradient_store import GradientStore
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.partial_step.conclusions import Conclusions
-from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
-from lightning_cyclic.runtime.partial_step.ownership import Ownership
+from lightning_cyclic.runtime.partial_step.own_stages import OwnStages
 from lightning_cyclic.runtime.partial_step.verifier import Verifier
-from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.worker import Worker
 
 _NEW_VERSIONS = frozenset({Kind.UPDATE, Payload.P, Payload.V})
@@ -34,7 +32,6 @@ class Updates:
     """Make the updates of one worker.
 
     Args:
-        owned: the stages that this worker updates.
         verifier: is told of gradients that are whole, and no longer scaled.
         run: carries actions out.
         is_over: is told when all stages of a step have been updated.
@@ -42,14 +39,11 @@ class Updates:
 
     worker: Worker  # that carries the program out; it asks for updates itself
 
-    def __init__(  # noqa: PLR0913  (all that an update touches)
+    def __init__(
         self,
-        config: StagewiseConfig,
-        ownership: Ownership,
-        owned: Sequence[int],
+        own: OwnStages,
         grads: GradientStore,
         norms: Norms,
-        versions: Versions | None,
         *,
         conclusions: Conclusions,
         verifier: Verifier,
@@ -60,13 +54,14 @@ class Updates:
         self.put_off: Mapping[tuple[int, int], Sequence[Action]] = {}  # forwards, by update
         self.was_finite: bool | None = None  # gradients of all stages; None: nobody has asked
         self.norms = norms
-        self.config = config
-        self._stages = ownership.stages
-        self._owned = owned
-        self._trained_of = grads.parameters_of
+        self._config = own.config
+        self._stages = own.ownership.stages
+        self._owned = own.updated
+        self._trained_of = own.trained_of
         self.grads = grads
-        self._versions = versions
+        self._versions = own.versions
         self.conclusions = conclusions
+        self._is_alone = own.num_workers == 1
         self._verifier = verifier
         self._flight = flight
         self._run = run
@@ -77,13 +72,13 @@ class Updates:
 
     def update(self, a: Action) -> None:
         """Make a new version of a stage, with the gradients of its step in ``p.grad``."""
-        assert self.config.apply is not None
+        assert self._config.apply is not None
         self.begin_version(a)
         self.grads.show(a.t, a.j)
-        if self.config.unscale is None:
+        if self._config.unscale is None:
             self._verifier.note_gradients(a.j, [p.grad for p in self._trained_of(a.j)])
         self._verifier.note_state()
-        self.config.apply(a.t, a.j)
+        self._config.apply(a.t, a.j)
         for p in self._trained_of(a.j):
             p.grad = None
         if a.j == self._stages[0]:  # backwards go from the last stage to the first
@@ -95,9 +90,9 @@ class Updates:
     def complete(self, t: int, j: int) -> None:
         """Note the norms of gradients that are whole, and that are scaled as the loss was."""
         grads = self.grads.of(t, j)
-        if self.config.unscale is not None:
+        if self._config.unscale is not None:
             self._verifier.note_gradients(j, grads)
-            self.config.unscale(t, grads)
+            self._config.unscale(t, grads)
         self.norms.note(t, j, grads)
 
     def begin_version(self, a: Action) -> None:
@@ -136,16 +131,15 @@ class Updates:
         for j in self._owned:
             self._verifier.note_gradients(j, [p.grad for p in self._trained_of(j)])
 
-    def all_finite(self, t: int, *, overflowed: bool, alone: bool) -> bool:
+    def all_finite(self, t: int, *, overflowed: bool) -> bool:
         """Say whether the gradients that lie in ``p.grad`` are finite, on all workers.
 
         Args:
             t: the step under way.
             overflowed: whether those of this worker were not, when hooks had not seen them yet.
-            alone: whether there is no other worker.
         """
         self.was_finite = not overflowed
-        if not alone:
+        if not self._is_alone:
             if any(a.payload is Payload.N for a in self._rest):
                 self.tell_norms(t, overflowed=overflowed)
             self.was_finite = self.norms.is_finite(t)

@@ -5,7 +5,6 @@ Tensors are known by identity, without being kept alive or marked.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +15,13 @@ from torch import Tensor
 
 from lightning_cyclic.runtime import torch_functions
 from lightning_cyclic.runtime.stages.evidence import Change, Edit, Read, Storage, Use, Value
-from lightning_cyclic.runtime.torch_functions import PACKAGE, READS_VALUE, TORCH, is_in_place
+from lightning_cyclic.runtime.torch_functions import (
+    PACKAGE,
+    READS_VALUE,
+    TORCH,
+    callers,
+    is_in_place,
+)
 
 _LIMITS_NORM = frozenset({"embedding", "embedding_bag"})  # of rows, in place, if they are told
 _SEE = (TORCH, str(Path(__file__).parent), torch_functions.__file__)  # what a survey sees it with
@@ -236,14 +241,10 @@ def about_to_change(name: str, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 def is_the_users() -> bool:
     """Say whether code outside this package calls a torch function: not what lends weights."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SEE):
-        frame = frame.f_back
-    return not frame.f_code.co_filename.startswith(PACKAGE)
-
-
-def version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+    for frame in callers():
+        if not frame.f_code.co_filename.startswith(_SEE):
+            return not frame.f_code.co_filename.startswith(PACKAGE)
+    return True
 
 
 def num_bytes(x: Tensor) -> int:

@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.planner.partition import balance
+from lightning_cyclic.runtime.bits import same
 from lightning_cyclic.runtime.compiled import before_calls, is_compiled, named_modules
 from lightning_cyclic.runtime.torch_functions import FunctionWatch
 
@@ -120,7 +121,7 @@ class Recorder:
         changed = {
             name: self._unit_span(name, last)
             for name, before in self._buffers_before.items()
-            if name in after and not _same(before, after[name])
+            if name in after and not same(before, after[name])
         }
         units = tuple(self._unit(starts, used) for starts, used in self._units)
         rest = [name for name in self._names.values() if name not in self._seen]
@@ -175,10 +176,6 @@ class Recorder:
     def _starts_unit(self) -> bool:
         # a boundary before the very first use would leave stage 0 without parameters
         return bool(self._candidates) and bool(self._units[-1][1])
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.detach())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

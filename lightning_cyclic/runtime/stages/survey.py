@@ -11,7 +11,6 @@ What follows from it is decided elsewhere: :mod:`obstacles` and :mod:`cuts`.
 from __future__ import annotations
 
 import gc
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.runtime.bits import version
 from lightning_cyclic.runtime.compiled import is_compiled, uncompiled
 from lightning_cyclic.runtime.plain_copies import ours
 from lightning_cyclic.runtime.snapshot import Snapshot, untouched
@@ -45,13 +45,13 @@ from lightning_cyclic.runtime.stages.ledger import (
     about_to_change,
     arguments,
     is_the_users,
-    version,
 )
 from lightning_cyclic.runtime.torch_functions import (
     NO_LINE,
     READS_VALUE,
     FunctionWatch,
     Line,
+    callers,
     reads_metadata,
     user_line,
 )
@@ -320,12 +320,8 @@ class _Surveyor:
 
     def _look_for_checkpoint(self) -> None:
         """Note from when to when activation checkpointing runs what it will run again."""
-        frames: list[FrameType] = []
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-                frames.append(frame)
-            frame = frame.f_back
+        of_torch = torch.utils.checkpoint.__file__
+        frames = list(filter(lambda f: f.f_code.co_filename == of_torch, callers()))
         # frames are held while they may be seen again: a new one could have an old one's id
         open_now = [x for x in self._checkpoints if any(x.frame is f for f in frames)]
         known = [x.frame for x in open_now]

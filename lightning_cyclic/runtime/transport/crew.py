@@ -120,14 +120,15 @@ class AbstractCrew(ABC):
             with suppress(RuntimeError, ValueError):  # what is closed already
                 hang_up()
 
-    def failed(self, what: str, rank: int | None = None, *, late: bool) -> CyclicError:
+    def failed(self, what: str, error: Exception, rank: int | None = None) -> CyclicError:
         """Return why a wait of this rank has failed: another one's words, or who does not come.
 
         Args:
             what: the other was to do, and when, as "to finish, in step 12".
+            error: with which it ended: it came to its limit, or a connection was closed.
             rank: that is waited for. [all]
-            late: whether the wait came to its limit; else a connection was closed.
         """
+        late = isinstance(error, TimeoutError) or is_late(str(error))
         name, me = self.names.of, self.names.of(self.names.rank)
         end = time.monotonic() + _ANSWER_S
         answers = self.call() if self.failure() is None else {}

@@ -124,8 +124,8 @@ class EdgeTransport(AbstractTransport):
             try:
                 self._post(way, channel, byte).wait()
             except (TimeoutError, ConnectionError) as error:
-                rank, late = self.crew.names.rank_of(peer), isinstance(error, TimeoutError)
-                raise self.crew.failed("to connect", rank, late=late) from None
+                rank = self.crew.names.rank_of(peer)
+                raise self.crew.failed("to connect", error, rank) from None
 
     def _post(self, way: Way, channel: Channel, data: Tensor) -> AbstractPending:
         line = self._lines[channel]

@@ -59,8 +59,9 @@ class FirstStep:
         """Take in all buffers as the worker before this one left them."""
         ranks = self._assembly
         if ranks.rank > 0 and self._buffers():
-            buffer = self._layout.new()
-            dist.recv(buffer.data, ranks.rank - 1, group=ranks.group)
+            buffer, peer = self._layout.new(), ranks.rank - 1
+            with ranks.waiting("to send the buffers of the module", peer):
+                dist.recv(buffer.data, peer, group=ranks.group)
             for own, view in zip(self._buffers(), buffer.tensors, strict=True):
                 own.copy_(view)
 
@@ -68,9 +69,10 @@ class FirstStep:
         """Hand all buffers to the worker behind this one."""
         ranks = self._assembly
         if ranks.rank < ranks.num_ranks - 1 and self._buffers():
-            buffer = self._layout.new()
+            buffer, peer = self._layout.new(), ranks.rank + 1
             buffer.write(self._buffers())
-            dist.send(buffer.data, ranks.rank + 1, group=ranks.group)
+            with ranks.waiting("to take the buffers of the module", peer):
+                dist.send(buffer.data, peer, group=ranks.group)
 
     def agree(self) -> Profile:
         """Return the profile that all workers share.

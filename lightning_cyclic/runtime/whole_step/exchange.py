@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.runtime.bits import Mark
 from lightning_cyclic.runtime.buffers import Buffer, Layout
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.messages import Message, Messages
@@ -71,7 +72,7 @@ class Exchange:
         self._parameter_layouts = [self._layout_of(store, store.parameters) for store in stores]
         self.shards: Shards | None = None  # where workers hold what they use alone
         self._gradients: dict[tuple[int, int | None, int], Sum] = {}  # that came
-        self._handed_on: list[tuple[str, Tensor, int]] = []  # name, buffer, its state when sent
+        self._handed_on: list[tuple[str, Mark]] = []  # names of buffers, and what was sent
 
     def _layout_of(
         self,
@@ -106,7 +107,7 @@ class Exchange:
         Raises:
             StepError: a buffer has changed since.
         """
-        changed = [name for name, buffer, state in self._handed_on if buffer._version != state]
+        changed = [name for name, sent in self._handed_on if not sent.is_of(sent.value)]
         self._handed_on.clear()
         if changed:
             raise StepError(
@@ -206,7 +207,7 @@ class Exchange:
         if a.payload is Payload.R:
             names = self._stages.stages[a.j].buffers
             pairs = zip(names, buffers, strict=True)
-            self._handed_on += [(name, x, x._version) for name, x in pairs]
+            self._handed_on += [(name, Mark.of(x)) for name, x in pairs]
         return Message(buffers)
 
     def _take_buffers(self, a: Action, message: Message) -> None:

@@ -33,7 +33,7 @@ from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
-from lightning_cyclic.runtime.weight_watch import Weights, changed_within
+from lightning_cyclic.runtime.weight_watch import Weights, WeightWatch, changed_within
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
@@ -111,6 +111,7 @@ class Session(AbstractSession):
         update: Update,
     ) -> None:
         super().__init__(module, config.assembly, worker, worker, device, _not_relayed)
+        self._watch = WeightWatch(worker, buffer_changed=_not_relayed)
         self._trained = dict(parameters)
         self._config = config
         self._probe = config.make_plan(1, (), (), 1)  # what does not depend on the stages
@@ -399,13 +400,11 @@ class Session(AbstractSession):
     def _first_forward(self, batch: Any, *, first: bool, last: bool) -> Iterator[None]:
         assert self._first is not None
         if first:
-            with self.assembly.waiting("to send the buffers of the module", self.worker - 1):
-                self._first.receive()
+            self._first.receive()
         with self._first.forward(batch, first=first):
             yield
         if last:
-            with self.assembly.waiting("to take the buffers of the module", self.worker + 1):
-                self._first.send()
+            self._first.send()
 
     def _begin_watch(self) -> None:
         """Notice what changes weights of which others have copies or versions."""

@@ -124,7 +124,8 @@ class Shards(Replica):
         self._names = [stage.parameters for stage in stages.stages]
         self._stage_of = stages.stage_of
         self._shared = shared_parameters(module)
-        self._places: dict[int, tuple[int, int]] = {}  # address of a version -> stage, version
+        # address of a version -> stage, version, and its memory, which is nobody else's meanwhile
+        self._places: dict[int, tuple[int, int, Tensor]] = {}
         self._shown: dict[int, int] = {}  # foreign stage -> version
         self._stays = False
         self._is_apart = False  # whether no worker ever has all parameters
@@ -161,7 +162,8 @@ class Shards(Replica):
         return v - 1  # for others, who are behind
 
     def _note(self, j: int, v: int) -> None:
-        self._places[_address(self._stores[j][v].data)] = j, v
+        data = self._stores[j][v].data
+        self._places[_address(data)] = j, v, data
         self._shown[j] = v
 
     def free(self, j: int, v: int) -> None:
@@ -249,7 +251,8 @@ class Shards(Replica):
         at = self._places.get(_address(x)) if x.numel() else None
         if at is None:
             return None
-        return _Place(*at, x.dtype, int(x.storage_offset()), x.shape, x.stride())
+        j, v, _ = at
+        return _Place(j, v, x.dtype, int(x.storage_offset()), x.shape, x.stride())
 
     def _unpack(self, x: Tensor | _Place | _Cast) -> Tensor:
         if isinstance(x, Tensor):

@@ -185,7 +185,7 @@ class VersionStore:
     def end_update(self, v: int) -> None:
         """Take into version ``v`` what parameters were given as another ``.data``."""
         for p, view in zip(self.parameters, self._versions[v].tensors, strict=True):
-            if p.data_ptr() != view.data_ptr():
+            if not p.is_set_to(view):
                 view.copy_(p.detach())
                 p.data = view
 

@@ -161,7 +161,7 @@ def compare(sessions: Sequence[StagewiseSession], expected: nn.Module) -> None:
     for session in sessions:
         assert session.cuts is not None
         own = dict(session.module.named_parameters()) | dict(session.module.named_buffers())
-        for j in session.ownership.stages:
+        for j in session.own.ownership.stages:
             for name in [*session.cuts.parameters[j], *session.cuts.buffers[j]]:
                 assert torch.equal(own[name], named[name]), (session.worker, name)
 

@@ -21,9 +21,11 @@ def reduced(replicas: int, size: int) -> float:
     # as Lightning's DDPStrategy leaves it, with accelerator="gpu" over gloo, too
     group = dist.distributed_c10d._get_default_group()
     group.bound_device_id = torch.device("cuda:0")
-    made = Collectives(nn.Linear(1, 1), replicas, size, Assembly(Crew(20.0)))
+    assembly = Assembly(Crew(20.0))
+    made = Collectives(nn.Linear(1, 1), replicas, size, assembly)
     found = float(made.reduce(torch.tensor(10.0 ** here().rank), "sum"))
-    made.close()
+    assembly.close()
+    assert float(made.reduce(torch.tensor(2.0), "sum")) == 2.0 * replicas  # behind the end, too
     group.bound_device_id = None
     dist.barrier()  # rank 0 has the store by which the others may still be meeting
     return found

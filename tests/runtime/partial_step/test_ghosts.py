@@ -13,6 +13,7 @@ from torch import nn
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.partial_step.ghosts import (
     Ghost,
+    Mould,
     TensorSpec,
     real,
 )
@@ -28,7 +29,7 @@ class Pair(NamedTuple):
 
 
 def ghost_of(x: torch.Tensor, value: torch.Tensor | None = None) -> Ghost:
-    ghost = Ghost(TensorSpec.of(x), (1, 2, 0), CPU)
+    ghost = Mould(TensorSpec.of(x), (1, 2, 0), CPU).ghost()
     ghost.value = value
     return ghost
 
@@ -51,8 +52,8 @@ def test_what_was_on_the_host_stays_there():
     spec = TensorSpec.of(X)
     assert spec.on_host
     meta = torch.device("meta")
-    assert Ghost(spec, (0, 0, 0), meta).device == CPU
-    assert Ghost(spec._replace(on_host=False), (0, 0, 0), meta).device == meta
+    assert Mould(spec, (0, 0, 0), meta).ghost().device == CPU
+    assert Mould(spec._replace(on_host=False), (0, 0, 0), meta).ghost().device == meta
 
 
 def test_torch_functions_get_the_tensor_that_came():

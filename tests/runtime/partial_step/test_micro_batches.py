@@ -169,15 +169,15 @@ def fit(remembers, module, loader):
     """Train on one device as on one where reading takes time."""
     made = count()
     if remembers:
-        from lightning_cyclic.runtime.partial_step import session
+        from lightning_cyclic.runtime.partial_step import batches
 
-        usual = session.Micro
+        usual = batches.Micro
 
         def micro(*args):
             next(made)
             return usual(*args[:4], BatchReads())
 
-        session.Micro = micro  # type: ignore[assignment,misc]
+        batches.Micro = micro  # type: ignore[assignment,misc]
     module = module()
     trainer = make_trainer({"preset": "1f1b", "stages": 3, "num_microbatches": 4}, max_epochs=1)
     trainer.fit(module, loader())

@@ -31,19 +31,27 @@ class Model(nn.Module):
         self.by_name: Any = defaultdict(list)
         self.notes = ["kept"]
 
+    @property
+    def twice(self) -> int:
+        return 2 * self.calls
+
+    @property
+    def broken(self) -> int:
+        return self.notes.calls  # type: ignore[attr-defined, no-any-return]
+
 
 IGNORED = frozenset(vars(nn.Module()))
 
 
-def state_for(model: Model, stages: list[int], num_stages: int, said: Any = print) -> ModuleState:
-    return ModuleState(model, cuts_of(model, []), IGNORED, stages, num_stages, said, ["mean"])
+def state_for(model: Model, stages: list[int], said: Any = print) -> ModuleState:
+    return ModuleState(model, cuts_of(model, []), IGNORED, stages, said, ["mean"])
 
 
 def run(state: ModuleState, j: int, code: Callable[[], None]) -> tuple[Any, list[Change]]:
     """Run a stage's code; return what a run again is to find, and what others are told."""
     visit = state.begin(j)
     code()
-    changes = state.changes(visit, lambda x: x, "training_step") if state._tells else []
+    changes = state.changes(visit, lambda x: x, "training_step") if j == 1 else []
     return state.end(j, visit), changes
 
 
@@ -58,7 +66,7 @@ def count(model: Model) -> Callable[[], None]:
 
 def test_each_stage_of_one_process_counts_by_itself() -> None:
     model = Model()
-    state = state_for(model, [0, 1], 2)
+    state = state_for(model, [0, 1])
     for _ in range(3):  # all of the first stage's, then all of the second one's
         run(state, 0, count(model))
         assert (model.calls, model.outs) == (0, [])
@@ -72,7 +80,7 @@ def test_each_stage_of_one_process_counts_by_itself() -> None:
 
 def test_what_hooks_change_all_stages_follow() -> None:
     model = Model()
-    state = state_for(model, [0, 1], 2)
+    state = state_for(model, [0, 1])
     for j in (0, 1):
         run(state, j, count(model))
     model.calls = 10
@@ -87,7 +95,7 @@ def test_what_hooks_change_all_stages_follow() -> None:
 
 def test_a_run_again_finds_what_the_first_found_and_leaves_nothing() -> None:
     model = Model()
-    state = state_for(model, [0], 1)
+    state = state_for(model, [0])
     run(state, 0, count(model))
     found, _ = run(state, 0, count(model))
     run(state, 0, count(model))
@@ -99,7 +107,7 @@ def test_a_run_again_finds_what_the_first_found_and_leaves_nothing() -> None:
 
 def test_a_run_that_begins_anew_forgets_what_it_did() -> None:
     model = Model()
-    state = state_for(model, [0, 1], 2)
+    state = state_for(model, [0, 1])
     for j in (0, 1):
         visit = state.begin(j)
         count(model)()
@@ -112,7 +120,7 @@ def test_a_run_that_begins_anew_forgets_what_it_did() -> None:
 def told(code: Callable[[Model], None], other: Model, said: Any = print) -> ModuleState:
     """Let the worker of the last of two stages run code, and tell the other's."""
     model = Model()
-    last, first = state_for(model, [1], 2, said), state_for(other, [0], 2)
+    last, first = state_for(model, [1], said), state_for(other, [0])
     for t in range(2):
         _, changes = run(last, 1, lambda: code(model))
         first.adopt(t, *packed({0: changes}))
@@ -149,7 +157,7 @@ def test_queues_and_sets_are_kept_and_told(largest: int | None) -> None:
         model.names.add(f"n{model.calls}")
 
     alone, expected = prepared(), prepared()
-    state = state_for(alone, [0, 1], 2)
+    state = state_for(alone, [0, 1])
     for j in (0, 0, 0, 1, 1, 1):
         run(state, j, lambda: code(alone))
     for _ in range(3):
@@ -157,7 +165,7 @@ def test_queues_and_sets_are_kept_and_told(largest: int | None) -> None:
     assert (alone.queue, alone.names) == (expected.queue, expected.names)
     assert alone.queue.maxlen == largest
     model, other = prepared(), prepared()
-    last, first = state_for(model, [1], 2), state_for(other, [0], 2)
+    last, first = state_for(model, [1]), state_for(other, [0])
     for t in range(3):
         _, changes = run(last, 1, lambda: code(model))
         first.adopt(t, *packed({0: changes}))
@@ -166,7 +174,7 @@ def test_queues_and_sets_are_kept_and_told(largest: int | None) -> None:
 
 def test_messages_of_numbers_have_one_form() -> None:
     model = Model()
-    state = state_for(model, [0], 1)
+    state = state_for(model, [0])
     facts = []
     for _ in range(3):
         _, changes = run(state, 0, count(model))
@@ -195,7 +203,7 @@ def test_an_attribute_that_two_stages_change_is_refused(name: str) -> None:
 
     other = Model()
     model = Model()
-    last, first = state_for(model, [1], 2), state_for(other, [0], 2)
+    last, first = state_for(model, [1]), state_for(other, [0])
     _, changes = run(last, 1, lambda: both(model))
     visit = first.begin(0)
     count(other)()
@@ -207,7 +215,7 @@ def test_an_attribute_that_two_stages_change_is_refused(name: str) -> None:
 
 def test_what_an_earlier_stage_alone_counts_is_as_it_is() -> None:
     other, model = Model(), Model()
-    last, first = state_for(model, [1], 2), state_for(other, [0], 2)
+    last, first = state_for(model, [1]), state_for(other, [0])
     for t in range(2):
         _, changes = run(last, 1, count(model))
         visit = first.begin(0)
@@ -219,21 +227,28 @@ def test_what_an_earlier_stage_alone_counts_is_as_it_is() -> None:
 
 def test_reading_early_what_a_later_stage_changes_is_refused() -> None:
     other = Model()
-    first = state_for(other, [0], 2)
-    visit = first.begin(0)
-    with first.noting(training=True):
-        assert other.calls == 0
-    first.end(0, visit)
+    first = state_for(other, [0])
+    with pytest.raises(AttributeError, match="broken"), first.hiding():
+        other.broken  # noqa: B018
     last_model = Model()
-    _, changes = run(state_for(last_model, [1], 2), 1, count(last_model))
-    with pytest.raises(StepError, match="self.calls is read .* one stage, and changed in"):
-        first.adopt(0, *packed({0: changes}))
+    _, changes = run(state_for(last_model, [1]), 1, count(last_model))
+    first.adopt(0, *packed({0: changes}))
+    assert other.calls == 1
+    for look in (lambda: other.calls, lambda: other.twice):
+        visit = first.begin(0)
+        refused = pytest.raises(StepError, match="self.calls.* is read .* one stage, and changed")
+        with refused, first.hiding():
+            look()
+        first.end(0, visit)
+    with pytest.raises(AttributeError, match="another"), first.hiding():
+        other.another  # noqa: B018
+    assert (other.calls, other.twice) == (1, 2)
 
 
 def test_a_tensor_changed_in_place_where_stages_share_a_process_is_refused() -> None:
     model = Model()
     model.average = torch.zeros(2)
-    state = state_for(model, [0, 1], 2)
+    state = state_for(model, [0, 1])
 
     def code() -> None:
         average: Tensor = model.average
@@ -273,7 +288,7 @@ def made():
     cuts = cuts_of(
         model, ["two"], metrics={"mean": 0, "cat": 1}, changed=[*STATISTICS, *COUNTS, "two.moving"]
     )
-    return model, ModuleState(model, cuts, vars(model), [0], 1, print)
+    return model, ModuleState(model, cuts, vars(model), [0], print)
 
 
 def picture(model):
@@ -322,7 +337,7 @@ def test_graphs_that_hold_buffers_do_not_notice():
 
 def test_buffers_that_do_not_change_are_left_alone():
     model = Normed()
-    effects = ModuleState(model, cuts_of(model, ["two"]), vars(model), [0], 1, print)
+    effects = ModuleState(model, cuts_of(model, ["two"]), vars(model), [0], print)
     with effects.again(0, NOTHING):
         model.one(X)
     assert model.one.num_batches_tracked == 1

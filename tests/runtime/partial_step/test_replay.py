@@ -1,4 +1,4 @@
-"""Replays give the same ghosts again, but for those that somebody else has."""
+"""Replays give fresh ghosts in each run; who has kept one has it, with its value."""
 
 from __future__ import annotations
 
@@ -26,23 +26,28 @@ def first(replay: Replay):
     return ghost
 
 
-def test_a_ghost_that_somebody_refers_to_or_has_written_on_is_not_given_again():
+def test_what_is_kept_of_a_run_keeps_its_value_and_is_not_given_again():
     replay = replay_of()
-    reference = weakref.ref(first(replay))
-    assert first(replay) is not reference()
-    first(replay).mine = 1
-    assert not hasattr(first(replay), "mine")
-    first(replay).requires_grad_()
-    assert not first(replay).requires_grad
-
-
-def test_what_came_is_let_go():
-    replay = replay_of()
-    first(replay)
-    replay.fill((0, 0, 0), X)
-    assert first(replay).value is X
+    kept = first(replay)
+    kept.mine = 1
+    kept.requires_grad_()
+    replay.fill(kept.handle, X)
     replay.release()
-    assert first(replay).value is None
+    other = first(replay)
+    assert (kept.mine, kept.value, other.value) == (1, X, None)
+    assert not hasattr(other, "mine")
+    assert not other.requires_grad
+
+
+def test_what_nobody_keeps_is_let_go():
+    replay, x = replay_of(), X.clone()
+    reference, came = weakref.ref(ghost := first(replay)), weakref.ref(x)
+    replay.fill(ghost.handle, x)
+    del ghost, x
+    assert came() is not None
+    replay.release()
+    assert reference() is None
+    assert came() is None
 
 
 def test_what_ghosts_cannot_see_is_always_watched():

@@ -131,7 +131,7 @@ def test_messages_are_those_of_the_program(name: str) -> None:
     crew = Crew(Net(), preset, num_workers, **numbers)
     crew.train()
     for w, session in enumerate(crew.sessions):
-        last = session.program.step(w, NUM_STEPS - 1)
+        last = session.own.program.step(w, NUM_STEPS - 1)
         sends = Counter(a.payload for a in last if a.kind is Kind.SEND)
         # in the first steps descriptions of what crosses travel, too
         assert crew.sent[w][-1] - crew.sent[w][-2] == sends
@@ -177,6 +177,6 @@ def test_what_other_workers_hold_takes_no_memory() -> None:
     crew.train()
     for session in crew.sessions:
         foreign = dict(session.module.named_parameters())
-        for name in session.ownership.foreign:
+        for name in session.own.ownership.foreign:
             assert foreign[name].shape == dict(Net().named_parameters())[name].shape
             assert foreign[name].untyped_storage().nbytes() == 4

@@ -32,9 +32,7 @@ class Rig:
         num_stages = self.router.num_stages
         plan = make_plan("1f1b", num_stages=num_stages, num_workers=1, num_microbatches=1)
         ownership = Ownership(model, self.router.cuts, range(num_stages))
-        state = ModuleState(
-            model, self.router.cuts, vars(model), range(num_stages), num_stages, print
-        )
+        state = ModuleState(model, self.router.cuts, vars(model), range(num_stages), print)
         self.stage = StageStep(self.router, plan, ownership, state, 0, remat)
 
     def step(self, t: int, x: Tensor = X, *, backward: bool = True) -> tuple[Tensor, list[Any]]:
@@ -95,12 +93,12 @@ def test_steps_of_which_the_way_is_known_give_the_same_bits(remat):
         rig.compare(t, X + t)
 
 
-def test_a_known_way_is_not_described_again_and_makes_no_ghosts(monkeypatch):
+def test_a_known_way_is_not_described_again_and_makes_no_moulds(monkeypatch):
     rig = Rig(Row())
     for t in range(3):
         rig.step(t)
     before = [tape for packet in rig.packets for tape in packet.tapes]
-    for module, name in ((tape, "describe"), (replay, "Ghost")):
+    for module, name in ((tape, "describe"), (replay, "Mould")):
         monkeypatch.setattr(module, name, None)  # not to be called
     rig.step(3)
     after = [tape for packet in rig.packets for tape in packet.tapes]
