@@ -138,7 +138,18 @@ def check_fit(trainer: Trainer, module: LightningModule, *, sync_batchnorm: bool
             "convert_to_float8_training(module) in configure_model, precision='bf16-true', or "
             "strategy='ddp'"
         )
+    kind = type(trainer.precision_plugin)
+    if kind.optimizer_step.__module__.partition(".")[0] not in _KNOWN:
+        raise ConfigurationError(
+            f"{kind.__name__}.optimizer_step is not Lightning's own, but updates are made stage "
+            "by stage, and do not call it; allowed: precision plugins that leave the optimizer's "
+            "step alone; scale the loss in training_step, change gradients in hooks, or use "
+            "strategy='ddp'"
+        )
     _check_not_compiled(module)
+
+
+_KNOWN = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_cyclic")
 
 
 def scaler_of(trainer: Trainer) -> GradScaler | None:

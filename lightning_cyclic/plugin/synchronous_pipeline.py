@@ -99,23 +99,24 @@ class SynchronousPipelineTraining(PipelineTraining):
     def optimizer_step(
         self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
-        session, has_begun = self._session, False
+        session, made = self._session, list[Stages]()
         with ExitStack() as update:
 
             def closed() -> Any:
-                nonlocal has_begun
-                if has_begun and self._plan.weights != "sync":
+                if made and self._plan.weights != "sync":
                     raise closure_called(self._trainer.optimizers[0], self._plan.preset)
                 output = closure()
                 if session.cuts is not None:
                     session.updates.begin()  # the next version may be made in place behind it
-                updated = update.enter_context(self._updates.making(session.t, self._owned))
-                has_begun = bool(updated)
+                owned = self._owned
+                updated = update.enter_context(self._updates.making(session.t, owned))
+                if len(updated) == len(owned):  # else gradients overflowed
+                    made.append(updated)
                 return output
 
             if self._scaling is None:
                 output = optimizer.step(closure=closed, **kwargs)
-            elif (output := closed()) is not None and has_begun:  # as Lightning does
+            elif (output := closed()) is not None and made:  # as Lightning does
                 optimizer.step(**kwargs)
         if session.cuts is not None:  # else the update came without a step
             session.end_step()

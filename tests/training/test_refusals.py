@@ -17,7 +17,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import MPSAccelerator
-from lightning.pytorch.plugins.precision import TransformerEnginePrecision
+from lightning.pytorch.plugins.precision import Precision, TransformerEnginePrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -196,6 +196,13 @@ class OnEachRank:
         return self.make, ()
 
 
+class StepsItself(Precision):
+    """Has an optimizer's step of its own."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().optimizer_step(*args, **kwargs)
+
+
 PRUNED = [OnEachRank(partial(SparseStatePrecision, sparsity=0.5))]
 
 
@@ -372,6 +379,9 @@ def one_refuses(
                       strategy=FLOW | {"preset": "pipedream_2bw"}, gradient_clip_val=0.02,
                       **plugins)
           for plugins in ({}, {"plugins": [precision()]})),
+        *(one_refuses(m.Chain, "ConfigurationError", "StepsItself.optimizer_step is not ",
+                      strategy=strategy, plugins=[OnEachRank(StepsItself)])
+          for strategy in ({"preset": "cyclic_dp"}, pipeline("layers.2", preset="1f1b"))),
         one_refuses(m.Steep, "StepError", "reduce_dtype='fp16' sends none above 65504",
                     "gradients have an element of ",
                     strategy={"preset": "cyclic_dp", "reduce_dtype": "fp16"}),
