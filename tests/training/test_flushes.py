@@ -179,8 +179,8 @@ def test_a_trainer_goes_on_from_what_it_has_saved_in_a_fit_before(
     for first, second in ends:
         assert_same(second["weights"], first["weights"])
         assert second["global_step"] == first["global_step"] == 5
-        # beside the default group, the one over which a checkpoint behind a fit is gathered
-        assert (first["groups"], second["groups"]) == (2, 3)
+        # the default group alone is left
+        assert (first["groups"], second["groups"]) == (1, 1)
 
 
 def fit_on(job: Job, strategy: dict[str, Any], anew: bool) -> Outcome:

@@ -345,7 +345,37 @@ def test_weights_that_are_exchanged_for_validation_alone_are_no_change(
         assert_same(one.weights, other.weights)
 
 
-@pytest.mark.parametrize("kind", [Changing, Exchanging])
+class Casting(Net):
+    """Move modules, and give weights their own values, wherever a module may: nothing changes."""
+
+    def same(self) -> None:
+        self.net[0].to(self.dtype)
+        self.net[3].to(self.device)
+        self.net[3].float()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.same()
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.same()
+
+    def on_after_backward(self) -> None:
+        self.same()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.same()
+
+
+@pytest.mark.parametrize(
+    "strategy", [NOT_SYNC[0], more(NOT_SYNC[1]), NOT_SYNC[2]], ids=lambda s: s["preset"]
+)
+def test_a_change_that_changes_nothing_is_none(strategy: dict[str, Any]) -> None:
+    for one, other in zip(train(Casting, strategy), train(Net, strategy), strict=True):
+        assert_same(one.weights, other.weights)
+
+
+@pytest.mark.parametrize("kind", [Changing, Exchanging, Casting])
 def test_pipelines_with_a_flush_take_changes_over(kind: type[Net]) -> None:
     (plain,) = train(kind, {}, 1)
     for rank in train(kind, staged("1f1b", 2)):

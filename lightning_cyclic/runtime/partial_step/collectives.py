@@ -40,9 +40,11 @@ class Collectives:
     def _met(self) -> Line | None:
         """Return the process group of the workers with this one's place in their replicas."""
         rank, mine = self._assembly.rank, None
-        # Over NCCL every rank takes part in making every group. Over gloo torch fails on the
-        # ranks outside, where the default group knows its GPU, as Lightning's do.
-        by_members = dist.get_backend() == "gloo"
+        # All ranks make all groups: those that members make alone have names that come again when
+        # a group has been closed, and whoever is early finds addresses of the closed one. But over
+        # gloo torch fails on the ranks outside, where the default group knows its GPU.
+        default: Any = dist.group.WORLD
+        by_members = dist.get_backend() == "gloo" and default.bound_device_id is not None
         for place in range(self._size):
             ranks = [replica * self._size + place for replica in range(self._width)]
             if rank in ranks or not by_members:
