@@ -18,12 +18,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost, tensors_in
-from lightning_cyclic.runtime.torch_functions import callers, module_of, reads_metadata
+from lightning_cyclic.runtime.torch_functions import (
+    callers,
+    is_move,
+    module_of,
+    moves_nothing,
+    reads_metadata,
+)
 
 _HOME = "_cyclic_home"  # on an absent tensor: (its home, its name, what it was)
 _NOWHERE = (None, "", None)
 _ASKS_NOTHING = frozenset(
-    {"__set__", "__delete__", "data_ptr", "untyped_storage", "_has_compatible_shallow_copy_type"}
+    {"__set__", "__delete__", "data_ptr", "untyped_storage"}
     | {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 )
 _MANAGES_GRADIENTS = (
@@ -33,7 +39,6 @@ _MANAGES_GRADIENTS = (
 )  # fmt: skip
 _GRAD: Any = Tensor.grad
 _MODULE = "torch.nn.modules.module"
-_MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 
 class Home(Protocol):
@@ -58,7 +63,9 @@ class _Absent(Tensor):
         if Ghost in types:
             return NotImplemented  # a step is run one stage at a time: ghosts know how
         kwargs = kwargs or {}
-        if func in _MOVES and module_of(next(callers())) == _MODULE:
+        if moves_nothing(func, args, kwargs):
+            return args[0]
+        if is_move(func) and module_of(next(callers())) == _MODULE:
             return _moved(func, args[0], args[1:], kwargs)
         if _is_taken(func, args):
             return args[0]

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import torch
+from torch import nn
 from torch._C import (
     _get_function_stack_at,
     _len_torch_function_stack,
@@ -101,7 +102,15 @@ READS_METADATA: Final = frozenset(
     {"size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"}
     | {"is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj"}
     | {"is_neg", "is_pinned", "is_shared", "storage_offset", "__len__", "__hash__", "has_names"}
-    | {"is_same_size", "_is_view", "is_set_to", "requires_grad_", "__repr__", "__format__"}
+    | {
+        "is_same_size",
+        "_is_view",
+        "_has_compatible_shallow_copy_type",
+        "is_set_to",
+        "requires_grad_",
+        "__repr__",
+        "__format__",
+    }
 )
 """Names of those that a ghost answers by itself."""
 TENSOR_PROPERTIES: Final = frozenset({"T", "mT", "H", "mH", "data", "real", "imag", "grad"})
@@ -134,6 +143,28 @@ def reads_metadata(func: Any) -> bool:
     return name in READS_METADATA
 
 
+_MOVES: Final = frozenset({"to", "float", "double", "half", "bfloat16", "cpu", "cuda"})
+
+
+def is_move(func: Any) -> bool:
+    """Say whether a torch function moves a tensor to a device, or to a dtype."""
+    return func.__name__ in _MOVES
+
+
+def moves_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Say whether a torch function is to move a parameter that is there already.
+
+    So ``module.to(device)`` asks each of its parameters: that is no use of any, nor a change.
+    """
+    if not args or not isinstance(p := args[0], nn.Parameter):
+        return False
+    if not is_move(func):
+        return func.__name__ == "__set__" and args[1] is p  # as its data
+    with torch._C.DisableTorchFunction():  # an absent one has no values to be moved
+        moved = func(torch.empty(0, dtype=p.dtype, device=p.device), *args[1:], **kwargs)
+    return bool((moved.device, moved.dtype) == (p.device, p.dtype))
+
+
 def is_random(func: Any) -> bool:
     """Say whether a torch function may draw random numbers."""
     return func.__name__ in DRAWS
@@ -153,6 +184,7 @@ class Known:
     is_random: bool
     reads_value: bool
     changes_first: bool  # of its arguments, in place
+    may_move: bool  # a tensor to a device, or to a dtype
 
 
 @functools.lru_cache(maxsize=4096)
@@ -164,6 +196,7 @@ def known(func: Any) -> Known:
         is_random=is_random(func),
         reads_value=name in READS_VALUE,
         changes_first=is_in_place(name),
+        may_move=is_move(func) or name == "__set__",
     )
 
 

@@ -94,8 +94,9 @@ class WatchedData:
 
     def _tell(self, p: nn.Parameter) -> None:
         if type(p) is nn.Parameter:  # else it is absent, or has no values yet
-            for who in list(self.watching):
-                who.look(p)
+            with torch._C.DisableTorchFunction():  # none of this is the user's
+                for who in list(self.watching):
+                    who.look(p)
 
 
 class _Noted(NamedTuple):

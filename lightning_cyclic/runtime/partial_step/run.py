@@ -39,6 +39,7 @@ from lightning_cyclic.runtime.torch_functions import (
     Known,
     known,
     leave_modes,
+    moves_nothing,
     num_modes,
     user_line,
 )
@@ -256,6 +257,8 @@ class Run:
         if about.is_metadata:
             is_of_ghost = args and type(args[0]) is Ghost
             return self._metadata(func, args, kwargs) if is_of_ghost else func(*args, **kwargs)
+        if about.may_move and moves_nothing(func, args, kwargs):
+            return args[0]
         inputs = tensors_in(args, kwargs)
         for x in inputs:  # most are of the batch
             if (type(x) is not Tensor or hasattr(x, MARK)) and self._depends(x):

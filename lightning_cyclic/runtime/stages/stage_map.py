@@ -22,7 +22,7 @@ from lightning_cyclic.errors import PlanError
 from lightning_cyclic.planner.partition import balance
 from lightning_cyclic.runtime.bits import same
 from lightning_cyclic.runtime.compiled import before_calls, is_compiled, named_modules
-from lightning_cyclic.runtime.torch_functions import FunctionWatch
+from lightning_cyclic.runtime.torch_functions import FunctionWatch, known, moves_nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +156,12 @@ class Recorder:
         return note_call
 
     def _function(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, nn.Parameter):
-                self._note(leaf, glue=True)
+        about = known(func)
+        reads = not about.is_metadata and about.name != "grad.get"
+        if reads and not moves_nothing(func, args, kwargs):
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, nn.Parameter):
+                    self._note(leaf, glue=True)
         return func(*args, **kwargs)
 
     def _note(self, parameter: nn.Parameter, *, glue: bool) -> None:

@@ -52,6 +52,7 @@ from lightning_cyclic.runtime.torch_functions import (
     FunctionWatch,
     Line,
     callers,
+    moves_nothing,
     reads_metadata,
     user_line,
 )
@@ -293,7 +294,7 @@ class _Surveyor:
 
     def _function(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         self._clock.pause()
-        if reads_metadata(func):
+        if reads_metadata(func) or moves_nothing(func, args, kwargs):
             self._clock.resume()
             return func(*args, **kwargs)
         if func in _TAKES_GRADIENTS and not torch.is_grad_enabled():
