@@ -7,6 +7,7 @@ function that is given the ghost gets the real tensor in its place.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import compress
 from typing import Any, Protocol, final
 
@@ -108,14 +109,14 @@ class Mould:
         at = torch.device("cpu") if spec.on_host else device
         self.handle = handle
         self._attributes = {"handle": handle, "spec": spec, "router": router, "_device": at}
-        self._size = spec.size
-        self._more: dict[str, Any] = {
-            "strides": spec.stride, "dtype": spec.dtype, "device": at,
-            "requires_grad": spec.requires_grad,
+        more: dict[str, Any] = {
+            "dtype": spec.dtype, "device": at, "requires_grad": spec.requires_grad,
         }  # fmt: skip
+        make = Tensor._make_wrapper_subclass
+        self._make = partial(make, Ghost, spec.size, spec.stride, **more)
 
     def ghost(self) -> Ghost:
-        made: Ghost = Tensor._make_wrapper_subclass(Ghost, self._size, **self._more)
+        made: Ghost = self._make()
         made.__dict__.update(self._attributes)
         return made
 

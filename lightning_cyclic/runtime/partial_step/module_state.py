@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -39,6 +39,7 @@ from lightning_cyclic.runtime.values.plain import (
 )
 from lightning_cyclic.runtime.values.trees import flatten, map_tensors, unflatten
 
+_NOTHING = nullcontext()
 _MANY = 1024  # elements of tensors that each step sets anew, and that others are not told
 _ORDERED = (list, deque)
 _ATOMS = frozenset({type(None), bool, int, float, str})
@@ -183,13 +184,16 @@ class ModuleState:
                 for m, state in zip(metrics, states, strict=True):
                     m.__dict__.update(state)
 
-    @contextmanager
-    def hiding(self) -> Iterator[None]:
+    def hiding(self) -> AbstractContextManager[None]:
         """Run the body, a run of the step, which must not use what others tell of.
 
         Raises:
             StepError: it did.
         """
+        return self._hiding() if self._told else _NOTHING
+
+    @contextmanager
+    def _hiding(self) -> Iterator[None]:
         held = vars(self._module)
         hidden = {
             n: (held[n], Hidden(partial(_read_early, n)))
