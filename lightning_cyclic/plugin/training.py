@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cyclic.compat import LightningModule, Trainer, TrainerFn, rank_zero_info
+from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin import torn_weights
@@ -336,6 +337,14 @@ class AbstractTraining(Hooks, ABC):
     def _whole_weights(self, own: Own) -> dict[str, Any]: ...
 
     def optimizer_state(self, own: Own, optimizer: Optimizer) -> dict[str, Any]:
+        session = self._session
+        if session.failed and session.plan is not None and not session.assembly.is_alone:
+            raise ConfigurationError(
+                f"a checkpoint with the optimizer's state was asked for, but training ended "
+                f"{self.when} by an error, and each rank has the state of its own stages alone; "
+                "allowed: weights without it; use trainer.save_checkpoint(file, "
+                "weights_only=True), or go on from the newest checkpoint"
+            )
         if not self._has_stages:
             state: dict[str, Any] = own(optimizer)
             return state

@@ -219,6 +219,37 @@ def test_a_module_whose_fit_has_failed_is_refused_where_its_weights_are_torn(
             assert_same(found, right)
 
 
+class FailsToValidate(Net):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            raise ZeroDivisionError
+
+
+def saved_behind_a_failed_validation(strategy: dict[str, Any], file: Path) -> tuple[str, Any, Any]:
+    trainer, module = new(strategy), FailsToValidate(0)
+    with pytest.raises(BaseException):  # noqa: B017, PT011  (others get a PeerError)
+        fit(trainer, module)
+    with pytest.raises(ConfigurationError) as refused:
+        trainer.save_checkpoint(file)
+    trainer.save_checkpoint(file, weights_only=True)
+    if here().rank:
+        return str(refused.value), {}, {}
+    return str(refused.value), torch.load(file)["state_dict"], weights_of(module)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("strategy", "num_ranks"), ROWS[:3])
+def test_a_file_behind_a_failure_has_no_part_of_the_optimizers_state(
+    strategy: dict[str, Any], num_ranks: int, tmp_path: Path
+) -> None:
+    ends = processes.run(
+        saved_behind_a_failed_validation, num_ranks, strategy, tmp_path / "a.ckpt"
+    )
+    assert all("the state of its own stages alone" in said for said, _, _ in ends)
+    _, saved, weights = ends[0]
+    assert_same(saved, weights)
+
+
 def from_a_file(strategy: dict[str, Any], file: Path) -> list[tuple[Weights, Weights]]:
     trainer = new(strategy, max_epochs=1)
     fit(trainer, Net(0))
