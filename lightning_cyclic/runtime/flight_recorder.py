@@ -117,6 +117,7 @@ def lines(rows: Sequence[Row], at_ns: int) -> list[str]:
 
     Example:
         >>> from lightning_cyclic.plan.actions import parse
+        >>> from lightning_cyclic.viz.words import waiting
         >>> a, b = parse("0F0@2#3"), parse("0RECV_G0<1#3")
         >>> ms = 1_000_000
         >>> print(*lines([[2 * ms, 4 * ms, a, sentence], [5 * ms, 0, b, waiting]], 10 * ms), sep=chr(10))

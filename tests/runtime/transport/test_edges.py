@@ -122,7 +122,7 @@ def fail_on_the_last() -> tuple[float, str | None]:
     start = time.monotonic()
     channel = next(c for c in channels if {rank, num - 1} == set(c[:2]) and not c.is_control)
     post = transport.isend if channel.source == rank else transport.irecv
-    with pytest.raises(ConnectionError):
+    with pytest.raises(OSError):  # noqa: PT011  (a time-out, to gloo, where this rank hung up)
         post(ring(channel), room(1 << 22)).wait()
     waited, reason = time.monotonic() - start, reason_of(transport.crew)
     time.sleep(1)  # the store that the others read ends with rank 0
