@@ -176,7 +176,7 @@ def _is_taken(func: Any, args: Any) -> bool:
 def _moved(func: Any, x: Tensor, args: Any, kwargs: Any) -> Tensor:
     """Return what a module moves in place of an absent tensor, which has no values to be moved."""
     with torch._C.DisableTorchFunctionSubclass():
-        like = func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
+        like = func(torch.empty([0] * x.dim(), dtype=x.dtype, device=x.device), *args, **kwargs)
         is_there = (like.device, like.dtype) == (x.device, x.dtype)
         if is_there or x.untyped_storage().nbytes() >= num_bytes_of(x):  # its values are here
             return x if is_there else func(x, *args, **kwargs)

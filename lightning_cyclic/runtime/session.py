@@ -9,7 +9,7 @@ Here is what does not depend on that: who this worker is, how it fails, and how 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class AbstractSession(ABC):
         self._watch = WeightWatch(rank)
         self._still = self._still_buffers(())
 
-    def _still_buffers(self, names: Any) -> StillBuffers:
+    def _still_buffers(self, names: Iterable[str]) -> StillBuffers:
         return StillBuffers(self.module, names, self.rank, self._changed_late)
 
     # ------------------------------------------------------------------ what there is

@@ -102,15 +102,8 @@ READS_METADATA: Final = frozenset(
     {"size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"}
     | {"is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj"}
     | {"is_neg", "is_pinned", "is_shared", "storage_offset", "__len__", "__hash__", "has_names"}
-    | {
-        "is_same_size",
-        "_is_view",
-        "_has_compatible_shallow_copy_type",
-        "is_set_to",
-        "requires_grad_",
-        "__repr__",
-        "__format__",
-    }
+    | {"is_same_size", "_is_view", "is_set_to", "requires_grad_", "__repr__", "__format__"}
+    | {"_has_compatible_shallow_copy_type"}
 )
 """Names of those that a ghost answers by itself."""
 TENSOR_PROPERTIES: Final = frozenset({"T", "mT", "H", "mH", "data", "real", "imag", "grad"})
@@ -154,15 +147,18 @@ def is_move(func: Any) -> bool:
 def moves_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     """Say whether a torch function is to move a parameter that is there already.
 
-    So ``module.to(device)`` asks each of its parameters: that is no use of any, nor a change.
+    So ``module.to(device)`` asks each of its parameters: that is no use of any, nor a change. A
+    copy is a use, and so is another order of the elements in memory.
     """
     if not args or not isinstance(p := args[0], nn.Parameter):
         return False
     if not is_move(func):
         return func.__name__ == "__set__" and args[1] is p  # as its data
+    if kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return False
     with torch._C.DisableTorchFunction():  # an absent one has no values to be moved
-        moved = func(torch.empty(0, dtype=p.dtype, device=p.device), *args[1:], **kwargs)
-    return bool((moved.device, moved.dtype) == (p.device, p.dtype))
+        there = torch.empty(0, dtype=p.dtype, device=p.device)
+        return func(there, *args[1:], **kwargs) is there
 
 
 def is_random(func: Any) -> bool:

@@ -38,6 +38,16 @@ class Home:
         self.gradients.append(name)
 
 
+@pytest.mark.parametrize("how", [{"memory_format": torch.channels_last}, {"dtype": torch.float32}])
+def test_a_module_may_be_moved_to_where_it_is(how) -> None:
+    conv = nn.Conv2d(3, 4, 2)
+    home, weight = Home(conv), conv.weight
+    conv.to(**how)
+    assert conv.weight is weight
+    assert type(weight) is AbsentParameter
+    assert not home.read_names
+
+
 @pytest.fixture
 def module() -> nn.Module:
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from lightning_cyclic.runtime.torch_functions import (
     FunctionWatch,
     known,
     leave_modes,
+    moves_nothing,
     num_modes,
     reads_metadata,
     user_line,
@@ -128,3 +129,33 @@ def test_the_line_is_the_users():
     layer(torch.ones(3, 2))
     assert len(seen) == 1
     assert seen[0].file == __file__
+
+
+@pytest.mark.parametrize(
+    ("move", "is_none"),
+    [
+        (lambda p: p.to(torch.float32), True),
+        (lambda p: p.to(p.device, None, True), True),
+        (lambda p: p.to(torch.zeros(1)), True),
+        (lambda p: p.float(), True),
+        (lambda p: p.cpu(), True),
+        (lambda p: p.to(torch.float64), False),
+        (lambda p: p.half(), False),
+        (lambda p: p.to(torch.float32, copy=True), False),
+        (lambda p: p.to("cpu", torch.float32, False, True), False),
+        (lambda p: p.to(memory_format=torch.channels_last), False),
+        (lambda p: p.float(memory_format=torch.channels_last), False),
+        (lambda p: p.detach(), False),
+    ],
+)
+def test_what_moves_nothing_gives_the_parameter_itself(move, is_none):
+    p, seen = nn.Parameter(torch.zeros(2, 3, 4, 5)), []
+
+    def hear(func, types, args, kwargs):
+        seen.append(moves_nothing(func, args, kwargs))
+        return func(*args, **kwargs)
+
+    with FunctionWatch(hear):
+        moved = move(p)
+    assert seen[-1] is is_none
+    assert (moved is p) is is_none

@@ -195,16 +195,19 @@ class ModuleState:
     @contextmanager
     def _hiding(self) -> Iterator[None]:
         held = vars(self._module)
-        hidden = {
-            n: (held[n], Hidden(partial(_read_early, n)))
-            for n in self._told - self._changed
-            if held.get(n) is not None  # as None it can be nothing but what it is
-        }
-        held.update((n, there) for n, (_, there) in hidden.items())
+        before = {n: held[n] for n in self._told - self._changed if n in held}
+        hidden = {n: Hidden(partial(_read_early, n)) for n in before}
+        held.update(hidden)
+        for n in [n for n, x in before.items() if x is None]:
+            del held[n]  # nothing can stand for None, with which code compares by identity
         try:
             yield
+        except AttributeError as error:
+            if error.obj is self._module and error.name in before:
+                raise _read_early(error.name) from error
+            raise
         finally:
-            held.update((n, x) for n, (x, there) in hidden.items() if held.get(n, there) is there)
+            held.update((n, x) for n, x in before.items() if held.get(n, hidden[n]) is hidden[n])
 
     # ------------------------------------------------------------------ telling others
 

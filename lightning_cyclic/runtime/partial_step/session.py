@@ -93,7 +93,7 @@ class StagewiseSession(AbstractSession):
         self.batches = Batches(module, config, worker // self._size, device)
         self._collectives = Collectives(module, config.replicas, self._size, assembly)
 
-    # ------------------------------------------------------------------ beginning
+    # ------------------------------------------------------------------ what there is
 
     @property
     def cuts(self) -> Cuts | None:
@@ -320,7 +320,8 @@ class StagewiseSession(AbstractSession):
         else:
             self._train_up_to_updates(actions, is_last=is_last)
         self._still.check(self.t)
-        self.t += own.flows
+        if own.flows:  # else the step ends with its update
+            self.t += 1
 
     def _train_up_to_updates(self, actions: list[Action], *, is_last: bool) -> None:
         begun = self.updates.up_to(actions, is_last=is_last)

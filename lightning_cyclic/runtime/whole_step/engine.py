@@ -118,14 +118,10 @@ class Engine:
         depths = program_of(plan).depths
         self._line = transport.connect(program_of(plan))
         self._messages = Messages(self._line, depths, self._waiter.wait, device)
-        keeps = not plan.axes.sharding.gathers
         self.stores = [
-            VersionStore(
-                ps, self.t, self._messages, keeps=keeps, is_here=not any(map(is_absent, ps)),
-                changing=partial(self._watch.changing, [j]),
-            )
-            for j, ps in enumerate([named[n] for n in s.parameters] for s in stages.stages)
-        ]  # fmt: skip
+            self._store(j, [named[n] for n in stage.parameters])
+            for j, stage in enumerate(stages.stages)
+        ]
         # at a flush: whether this worker has the parameters of all stages
         self._is_whole = all(store.versions for store in self.stores)
         if state is not None:
@@ -141,15 +137,7 @@ class Engine:
             self.shards = self._exchange.shards = Shards(
                 module, stages, self.stores, plan.owner, self._w, self._bring
             )
-        hooks, lanes = _Hooks(self._enter), program_of(plan).waiting_lanes(self._w)
-        # what the main thread waits for has less, and says more
-        self._worker = Worker(
-            program_of(plan).flow(self._w), self._messages, hooks, self._exchange, hooks,
-            self._flight, lanes, lambda: transport.crew.timeout_s * 1.1 + 1,
-        )  # fmt: skip
-        for j in range(plan.num_stages):
-            for payload, layout in self._exchange.layouts(j).items():
-                self._messages.know(payload, j, layout)
+        self._worker = self._make_worker()
         self._shown: Replica = self.shards or Replica(self.stores)
         again = None if self.shards is None else self._enter_again
         self._entrances = Entrances(module, stages, self.enter, self._w, again)
@@ -160,6 +148,27 @@ class Engine:
             self._w,
             self._lasting(),
         )
+
+    def _store(self, j: int, parameters: Sequence[nn.Parameter]) -> VersionStore:
+        return VersionStore(
+            parameters,
+            self.t,
+            self._messages,
+            keeps=not self.plan.axes.sharding.gathers,
+            is_here=not any(map(is_absent, parameters)),
+            changing=partial(self._watch.changing, [j]),
+        )
+
+    def _make_worker(self) -> Worker:
+        program, hooks, crew = program_of(self.plan), _Hooks(self._enter), self.transport.crew
+        for j in range(self.plan.num_stages):
+            for payload, layout in self._exchange.layouts(j).items():
+                self._messages.know(payload, j, layout)
+        # what the main thread waits for has less time, and says more
+        return Worker(
+            program.flow(self._w), self._messages, hooks, self._exchange, hooks, self._flight,
+            program.waiting_lanes(self._w), lambda: crew.timeout_s * 1.1 + 1,
+        )  # fmt: skip
 
     def note_outcomes(self, outcomes: Outcomes) -> None:
         """Note from now on how updates came out, of all versions that are made or read here."""
