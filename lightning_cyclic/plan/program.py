@@ -171,6 +171,17 @@ class Program:
         }
         return tuple(sorted(found))
 
+    @property
+    def communicators(self) -> Counter[int]:
+        """Count the channels of each worker that take a group of NCCL: worker -> how many.
+
+        Fewer do not do. Operations of one group run one after the other, as do those of groups
+        that share resources (pytorch#130877); so what is proved of channels, each in its order,
+        would have to be proved of all orders in which lanes, and both ways, may meet in one queue.
+        """
+        ends = [c[:2] for c in self.channels if not c.is_control]
+        return Counter(w for pair in ends for w in pair)
+
     @cached_property
     def depths(self) -> Mapping[Ring, int]:
         """Count the sends of each ring that may wait for their receives at once.

@@ -52,6 +52,7 @@ from lightning_cyclic.runtime.launchers import apart_from_earlier_attempts, end_
 from lightning_cyclic.runtime.plain_copies import plain_copies
 from lightning_cyclic.runtime.transport.choice import naming_shared_gpus, refuse_shared_gpus
 from lightning_cyclic.runtime.transport.crew import Crew, naming_start
+from lightning_cyclic.runtime.transport.streams import ask_for_queues
 
 
 class Setup(Checkpoints):
@@ -96,6 +97,7 @@ class Setup(Checkpoints):
         self._plan = self._training.plan or self._plan
         self._training, self._unmade = Hooks(), None
         self.assembly.close()
+        ask_for_queues()
         super().setup_environment()
         assert self.lightning_module is not None
         check_trainer(self.lightning_module.trainer)

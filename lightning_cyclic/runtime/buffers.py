@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_cyclic.plan.actions import Action
+from lightning_cyclic.runtime.moments import AbstractMoment, streams_of
 from lightning_cyclic.runtime.transport import AbstractPending
 from lightning_cyclic.runtime.values.plain import TensorSpec
 
@@ -38,7 +39,7 @@ class Buffer:
         home: where the buffer goes when nobody needs it.
     """
 
-    __slots__ = ("_words", "data", "head_bytes", "home", "sent", "tensors")
+    __slots__ = ("_streams", "_words", "data", "head_bytes", "home", "sent", "tensors", "users")
 
     def __init__(
         self, data: Tensor, tensors: list[Tensor], head_bytes: int, home: deque[Buffer]
@@ -48,6 +49,8 @@ class Buffer:
         self.head_bytes = head_bytes
         self.home = home
         self.sent: list[Sent] = []  # under way from here
+        self.users: list[AbstractMoment] = []  # when streams of the device are done with it
+        self._streams = streams_of(data.device)
         self._words = data.numpy().data if data.is_cpu else None
 
     @property
@@ -68,9 +71,22 @@ class Buffer:
         """Copy tensors in; None leaves a gap."""
         write(tensors, self.tensors)
 
+    def note_use(self) -> None:
+        """Note that what the current stream has by now may use it."""
+        moment = self._streams.now()
+        if not moment.is_over():
+            self.users.append(moment)
+
     def let_go(self) -> None:
         """Let the next who needs a buffer take this one."""
+        self.note_use()
         self.home.append(self)
+
+    def is_free(self) -> bool:
+        """Say whether the current stream may have it written, without waiting for anything."""
+        return all(sent.pending.is_done() for sent in self.sent) and all(
+            moment.is_here() or moment.is_over() for moment in self.users
+        )
 
 
 @final

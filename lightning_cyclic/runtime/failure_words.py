@@ -15,6 +15,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TypeAlias, final
@@ -191,13 +192,31 @@ class Waiter:
         try:
             pending.wait()
         except (TimeoutError, ConnectionError) as error:
-            crew, (kind, peer) = self._transport.crew, (action.kind, action.peer)
-            assert peer is not None
-            theirs = replace(action, kind=Kind.RECV if kind is Kind.SEND else Kind.SEND)
-            what = f"to {title(theirs)}, {self._when(action.t)}"
-            failed = crew.failed(what, error, crew.names.rank_of(peer))
-            drawn = "" if crew.failure() is not None else self._drawn(action)
-            raise type(failed)(f"{failed}{drawn}") from None
+            if isinstance(error, CyclicError):  # that of another wait, which has ended all
+                raise
+            raise self._named(action, error) from None
+
+    def join(self, pending: AbstractPending, action: Action) -> None:
+        """Let the current stream of the device wait for a message of the program.
+
+        Raises:
+            WaitTimeoutError: as :meth:`wait`, as PeerError is.
+        """
+        try:
+            pending.join(partial(self._named, action))
+        except (TimeoutError, ConnectionError) as error:
+            if isinstance(error, CyclicError):
+                raise
+            raise self._named(action, error) from None
+
+    def _named(self, action: Action, error: OSError) -> CyclicError:
+        crew, (kind, peer) = self._transport.crew, (action.kind, action.peer)
+        assert peer is not None
+        theirs = replace(action, kind=Kind.RECV if kind is Kind.SEND else Kind.SEND)
+        what = f"to {title(theirs)}, {self._when(action.t)}"
+        failed = crew.failed(what, error, crew.names.rank_of(peer))
+        drawn = "" if crew.failure() is not None else self._drawn(action)
+        return type(failed)(f"{failed}{drawn}")
 
     def _drawn(self, action: Action) -> str:
         names, worker = self._transport.crew.names, self._transport.worker

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.buffers import Buffer
+from lightning_cyclic.runtime.moments import keep
 
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -153,14 +154,14 @@ class GradientStore:
         """Return the sum of a step, which stays; it is whole."""
         for kept in (self._sums, self._own):
             if (t, j) in kept:
-                found = kept[t, j] = self._fitting(j, kept[t, j])
+                found = kept[t, j] = self._fitting(j, _kept(kept[t, j]))
                 return found.grads
         return [None] * len(self.parameters_of(j))
 
     def take(self, t: int, j: int) -> Sum:
         own, total = self._own.pop((t, j), None), self._sums.pop((t, j), None)
         assert total is None or own is None or not any(x is not None for x in own.grads)
-        return total or own or Sum([None] * len(self.parameters_of(j)))
+        return _kept(total or own or Sum([None] * len(self.parameters_of(j))))
 
     def put(self, t: int, j: int, found: Sum) -> None:
         self._sums[t, j] = found
@@ -178,9 +179,9 @@ class GradientStore:
             j: stage.
             gradients: that have come from another worker. [None: this worker's own]
         """
-        found = self._own.pop((t, j)) if gradients is None else gradients
+        found = _kept(self._own.pop((t, j)) if gradients is None else gradients)
         before = self._sums.pop((t, j), None)
-        self._sums[t, j] = found if before is None else self._added(before, found)
+        self._sums[t, j] = found if before is None else self._added(_kept(before), found)
 
     def _fitting(self, j: int, found: Sum) -> Sum:
         """Return a sum in the dtypes in which optimizers want it; itself where it is so."""
@@ -224,6 +225,12 @@ class GradientStore:
         if total.dtype != dtype and own.dtype == dtype:
             total, own = own, total
         return total.to(dtype).add_(own)
+
+
+def _kept(found: Sum) -> Sum:
+    """Return a sum whose memory stays until this stream is done with it: lanes add, too."""
+    keep(found.grads)
+    return found
 
 
 def refuse_sparse(j: int, *grads: Tensor | None) -> None:

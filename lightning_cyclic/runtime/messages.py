@@ -11,7 +11,9 @@ by control, and content by itself. What goes by control stays in the host's memo
 it: no copy, and no stop of a GPU.
 
 A receive is posted when the program says, and waited for when its message is read. A send is not
-waited for, until as many of its ring are under way as the program was proved with.
+waited for, until as many of its ring are under way as the program was proved with. Where the host
+runs ahead of the device, streams of the device wait for both; the host waits for heads, which
+others' hosts send ahead, too, and for a send that is one further behind.
 """
 
 from __future__ import annotations
@@ -42,11 +44,13 @@ from lightning_cyclic.runtime.buffers import (
     write_into,
     write_words_to,
 )
+from lightning_cyclic.runtime.moments import streams_of
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport, Part
 from lightning_cyclic.runtime.values.plain import TensorSpec, spec_from_data, spec_to_data
 
 _MOST_FORMS = 256  # of one ring: inputs of many sizes must not fill the memory
 _LEAST_DEPTH = 2  # one that is under way, and one that is made
+_MOST_AHEAD = 1  # sends of a ring that streams have waited for, and that hosts need not have seen
 
 Wait = Callable[[AbstractPending, Action], None]
 
@@ -118,7 +122,7 @@ class _Port:
     """
 
     __slots__ = (
-        "depth", "forms", "is_apart", "lane", "layout", "posted", "ring", "under_way",
+        "depth", "forms", "is_apart", "joined", "lane", "layout", "posted", "ring", "under_way",
     )  # fmt: skip
 
     def __init__(
@@ -131,6 +135,7 @@ class _Port:
         self.is_apart = is_apart
         self.forms = _Forms()
         self.under_way: deque[Sent] = deque()
+        self.joined: deque[Sent] = deque()  # for which a stream waits, ahead of which the host is
         self.posted: deque[Incoming] = deque()  # whose layout is not known
 
 
@@ -140,7 +145,6 @@ class Incoming:
 
     Args:
         key: of its form; None where the layout is known.
-        buffer: into which it comes, where the layout is known.
     """
 
     __slots__ = (
@@ -148,12 +152,12 @@ class Incoming:
         "words",
     )  # fmt: skip
 
-    def __init__(self, action: Action, port: _Port, key: Hashable, buffer: Buffer | None) -> None:
+    def __init__(self, action: Action, port: _Port, key: Hashable) -> None:
         self.action = action
         self.port = port
         self.key = key
-        self.buffer = buffer
-        self.data = torch.empty(0) if buffer is None else buffer.data
+        self.buffer: Buffer | None = None  # into which it comes, where the layout is known
+        self.data = torch.empty(0)
         self.form = _NOTHING
         self.content: AbstractPending | None = None  # None until it is known how large it is
         self.head: AbstractPending | None = None  # where it comes by itself, into words
@@ -170,6 +174,7 @@ class Messages:
         transport: how bytes travel; None where nobody else is.
         depths: how many sends of a ring may be under way; two of one that is not named.
         wait: waits for bytes and names them if they do not come.
+        join: lets the current stream of the device do so. [wait]
     """
 
     def __init__(
@@ -178,13 +183,16 @@ class Messages:
         depths: Mapping[Ring, int],
         wait: Wait,
         device: torch.device,
+        join: Wait | None = None,
     ) -> None:
         if transport is not None:
             self._transport = transport
         self._control = None if transport is None else transport.control
         self._depths = depths
         self._wait = wait
+        self._join = join or wait
         self._device = device
+        self.streams = streams_of(device)
         self._layouts: dict[tuple[Payload, int], Layout] = {}
         self._ports: dict[Hashable, _Port] = {}  # by what actions of a ring have in common
         # sends of one layout, whose memory is used again, or goes, as soon as they have left; and
@@ -195,6 +203,7 @@ class Messages:
         # where messages have no names, each is received when it is known how large it is, in
         # the order of its channel: in a thread, so that nobody else waits for its head
         self._turns: dict[Channel, ThreadPoolExecutor] = {}
+        self._last: dict[Channel, Future[None]] = {}
 
     def layout(
         self, tensors: Iterable[Tensor], num_marks: int | None = None, *, keeps: bool = True
@@ -304,24 +313,29 @@ class Messages:
                 buffer = layout.spare.popleft()  # the one that was let go first
             except IndexError:  # lanes ask from threads of their own
                 break
-            if all(sent.pending.is_done() for sent in buffer.sent):
-                buffer.sent = []
+            if buffer.is_free():
+                buffer.sent, buffer.users = [], []
+                self.streams.keep(buffer.data)
                 return buffer
             layout.spare.append(buffer)
         return layout.new()
 
-    def wait_for(self, buffer: Buffer) -> None:
-        """Wait until what is under way from a buffer has left."""
+    def join(self, buffer: Buffer) -> None:
+        """Let what follows wait until what is under way from a buffer has left."""
         for sent in buffer.sent:
-            self._end(sent)
+            self._join(sent.pending, sent.action)
             self._drop_sent(sent.action.lane)
         buffer.sent = []
 
     def settle(self) -> None:
+        """Wait on the host until what was sent has left, and what was received has come."""
         for port in list(self._ports.values()):
-            for sent in self._under_way(port):
+            for sent in (*port.joined, *self._under_way(port)):
                 self._end(sent)
             port.under_way.clear()
+            port.joined.clear()
+        if self._ports:
+            self._transport.settle()
 
     def _begin(
         self, port: _Port, a: Action, data: Tensor, part: Part, buffer: Buffer | None
@@ -359,7 +373,10 @@ class Messages:
         actions = list({id(x.action): x.action for x in self._under_way(port)}.values())
         for oldest in actions[: max(len(actions) - port.depth + 1, 0)]:  # equal ones may be two
             while (first := self._pop(port.under_way, oldest)) is not None:
-                self._end(first)
+                self._join(first.pending, oldest)
+                port.joined.append(first)
+        while len(port.joined) > _MOST_AHEAD or (port.joined and port.joined[0].pending.is_done()):
+            self._end(port.joined.popleft())  # it was due before what streams wait for now
 
     def _under_way(self, port: _Port) -> list[Sent]:
         with self._dropping:
@@ -395,20 +412,27 @@ class Messages:
             What is to be taken.
         """
         port = self._port(a)
-        buffer = None if port.layout is None else self.room(port.layout)
-        incoming, posted = Incoming(a, port, key, buffer), port.posted
-        if buffer is None:
+        incoming, posted = Incoming(a, port, key), port.posted
+        if port.layout is None:
             posted.append(incoming)
         if port.is_apart:
-            channel = port.ring.channel
-            if channel not in self._turns:
-                name = f"cyclic-from-{channel.source}"
-                self._turns[channel] = ThreadPoolExecutor(1, thread_name_prefix=name)
-            incoming.begun = self._turns[channel].submit(self._receive_apart, incoming)
-        elif buffer is not None or len(posted) == 1 or self._form(incoming) is not _NOTHING:
+            self._post_apart(incoming)
+        elif port.layout or len(posted) == 1 or self._form(incoming) is not _NOTHING:
             self._receive(incoming)
         # else nobody knows how large it is before the first of its kind has been read
         return incoming
+
+    def _post_apart(self, x: Incoming) -> None:
+        """Begin to receive, now if it is known how large it is, or when it is its turn."""
+        channel = x.port.ring.channel
+        last = self._last.get(channel)
+        if x.port.layout is not None and (last is None or last.done()):
+            self._receive_apart(x)
+            return
+        if channel not in self._turns:
+            name = f"cyclic-from-{channel.source}"
+            self._turns[channel] = ThreadPoolExecutor(1, thread_name_prefix=name)
+        x.begun = self._last[channel] = self._turns[channel].submit(self._receive_late, x)
 
     def take(self, x: Incoming) -> Message:
         """Wait for the message of a receive that was posted, and take it: once.
@@ -416,7 +440,7 @@ class Messages:
         Returns:
             What was sent; its tensors share the memory of one buffer that nobody else has.
         """
-        if x.buffer is not None:  # by itself, by whichever lane reads it
+        if x.port.layout is not None:  # by itself, by whichever lane reads it
             return self._finished(x)
         posted = x.port.posted
         while x.message is None:  # descriptions come in the order of their messages
@@ -431,23 +455,29 @@ class Messages:
         return x.port.forms.get(x.key)
 
     def _receive(self, x: Incoming) -> None:
-        if x.buffer is None:
+        layout = x.port.layout
+        if layout is None:
             x.form = self._form(x)
             x.data = self._bytes(aligned(NUM_WORDS) + x.form.num_bytes, x.port.ring)
             x.content = self._transport.irecv(x.port.ring, x.data, Part.CONTENT)
             return
-        assert x.port.layout is not None
-        for content in x.port.layout.content(x.buffer, with_head=True):
+        x.buffer = self.room(layout)
+        for content in layout.content(x.buffer, with_head=True):
             x.content = self._transport.irecv(x.port.ring, content, Part.CONTENT)
+
+    def _receive_late(self, x: Incoming) -> None:
+        with self._transport.aside():
+            self._receive_apart(x)
 
     def _receive_apart(self, x: Incoming) -> None:
         """Begin to receive the content of a message whose turn it is on its channel."""
         assert self._control is not None
-        if x.buffer is not None:
-            x.words = _words(x.buffer.head_bytes)
+        layout = x.port.layout
+        if layout is not None:
+            x.buffer = self.room(layout)
+            x.words = _words(layout.head_bytes)
             x.head = self._control.irecv(x.port.ring, x.words, Part.HEAD)
-            assert x.port.layout is not None
-            for content in x.port.layout.content(x.buffer):
+            for content in layout.content(x.buffer):
                 x.content = self._transport.irecv(x.port.ring, content, Part.CONTENT)
             return
         head = _words(aligned(NUM_WORDS))
@@ -460,9 +490,10 @@ class Messages:
     def _finished(self, x: Incoming) -> Message:
         if x.begun is not None:
             x.begun.result()
-        for pending in (x.head, x.content):
-            if pending is not None:
-                self._wait(pending, x.action)
+        if x.head is not None:
+            self._wait(x.head, x.action)
+        if x.content is not None:
+            self._join(x.content, x.action)
         if x.buffer is not None:
             words = x.buffer.words if x.words is None else x.words.numpy().data
             assert x.port.layout is not None

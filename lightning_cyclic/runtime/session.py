@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cyclic.errors import StepError
+from lightning_cyclic.errors import PeerError, StepError, WaitTimeoutError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.failure_words import words_of
@@ -127,7 +127,11 @@ class AbstractSession(ABC):
         self.failed = True
         self._watch.stop()
         if self.transport is not None:
-            crew = self.transport.crew
+            crew, first = self.transport.crew, self.transport.error
+            if first is not None and not isinstance(error, PeerError | WaitTimeoutError):
+                # what streams waited for has not come, and they went on with what was there
+                error.add_note(f"Before that: {first}")
+                error = first
             crew.tell(words_of(error, crew.names, self.when, todo))
 
     def close(self) -> None:

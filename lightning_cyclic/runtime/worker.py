@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter
 from typing import Generic, Protocol, TypeAlias, TypeVar, cast, final
@@ -25,6 +27,7 @@ from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Flow, Item
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder, joining
 from lightning_cyclic.runtime.messages import Incoming, Message, Messages
+from lightning_cyclic.runtime.moments import HOST, PAST, AbstractMoment, AbstractStreams
 from lightning_cyclic.viz.words import sentence, waiting
 
 T = TypeVar("T")
@@ -38,24 +41,35 @@ class LaneThread(Generic[T]):
     of its own if any of them waits for other workers, else at once. It never waits for a message
     that comes behind one that it would have to pass on first: the order of its actions is proved.
 
+    Where the host runs ahead of the device, the lane has a stream, which does in the same order
+    what the thread launches there; and who waits for an action has its own stream wait, too.
+
     Args:
         do: carries out an action, as it was put: alone, or with what belongs to it.
+        streams: of the device.
     """
 
-    def __init__(self, name: str, do: Callable[[T], None]) -> None:
+    def __init__(
+        self, name: str, do: Callable[[T], None], streams: AbstractStreams = HOST
+    ) -> None:
         self.error: CyclicError | None = None
         self.name = name
         self._do = do
-        self._batches: queue.SimpleQueue[Sequence[T] | None] = queue.SimpleQueue()
+        self._streams = streams
+        self._stream = streams.new()
+        self._done: deque[tuple[int, AbstractMoment]] = deque()  # number of an action -> moment
+        self._batches: queue.SimpleQueue[tuple[AbstractMoment, Sequence[T]] | None] = (
+            queue.SimpleQueue()
+        )
         self._over = threading.Condition(threading.Lock())
         self.num_put = self.num_over = 0  # of actions
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, actions: Sequence[T]) -> None:
-        """Queue actions; only one thread does."""
+        """Queue actions, behind all that the stream of this thread has; only one thread does."""
         self.num_put += len(actions)
-        self._batches.put(actions)
+        self._batches.put((self._streams.now(), actions))
 
     def wait_for(self, number: int) -> None:
         """Wait until as many actions are over, in all; each of the lane's own waits has a limit.
@@ -66,6 +80,10 @@ class LaneThread(Generic[T]):
         with self._over:
             self._over.wait_for(lambda: self.num_over >= number)
         self.check()
+        last: AbstractMoment = PAST
+        while self._done and self._done[0][0] <= number:
+            _, last = self._done.popleft()
+        last.join()
 
     def check(self) -> None:
         if self.error is not None:
@@ -76,13 +94,29 @@ class LaneThread(Generic[T]):
         self._batches.put(None)
 
     def _run(self) -> None:
-        while (batch := self._batches.get()) is not None:
-            for a in batch:
-                if self.error is None:
-                    self._try(a)
-                with self._over:
-                    self.num_over += 1
-                    self._over.notify_all()
+        with self._streams.on(self._stream):
+            while (batch := self._batches.get()) is not None:
+                behind, actions = batch
+                behind.join()
+                self._run_all(actions)
+
+    def _run_all(self, actions: Sequence[T]) -> None:
+        for a in actions:
+            if self.error is None:
+                self._try(a)
+                self._note_done()
+            with self._over:
+                self.num_over += 1
+                self._over.notify_all()
+
+    def _note_done(self) -> None:
+        moment = self._streams.now()
+        if moment.is_over():
+            return
+        self._done.append((self.num_over + 1, moment))
+        with suppress(IndexError):  # who waits takes them, too
+            while self._done[0][1].is_over():  # most are of no interest outside the lane
+                self._done.popleft()
 
     def _try(self, a: T) -> None:
         try:
@@ -152,11 +186,13 @@ class _Arrival:
     A message that did not come to the first comes to nobody: the others meet the same error.
     """
 
-    __slots__ = ("_action", "_error", "_incoming", "_is_taken", "_lock")
+    __slots__ = ("_action", "_error", "_incoming", "_is_taken", "_lock", "_streams", "taken")
 
-    def __init__(self, action: Action, incoming: Incoming) -> None:
+    def __init__(self, action: Action, incoming: Incoming, streams: AbstractStreams) -> None:
         self._action = action
         self._incoming = incoming
+        self._streams = streams
+        self.taken: AbstractMoment = PAST  # when the stream of who took it in has done so
         self._lock = threading.Lock()  # the others that need it wait here
         self._is_taken = False
         self._error: Exception | None = None
@@ -166,6 +202,7 @@ class _Arrival:
             if self._error is not None:
                 raise self._error
             if self._is_taken:
+                self.taken.join()
                 return
             try:
                 take_in(self._action, self._incoming)
@@ -173,6 +210,7 @@ class _Arrival:
                 self._error = error
                 raise
             self._is_taken = True
+            self.taken = self._streams.now()
 
 
 @final
@@ -197,10 +235,13 @@ class Worker:
         limit_s: Callable[[], float] = lambda: 60.0,
     ) -> None:
         self._flow = flow
+        self._streams = streams = messages.streams
         self._messages = messages
         self._stores = stores
         self.flight = flight
         self._coming: dict[Item, _Arrival] = {}
+        # what another stream may not have seen come yet: that of the main thread, or of a lane
+        self._taken: dict[Item, AbstractMoment] = {}
         self._lock = threading.Lock()  # what is coming changes, by several lanes
         self._has_posted = threading.Condition(self._lock)
         self._posted: dict[object, int] = {}  # stage -> newest version that has been posted
@@ -223,7 +264,9 @@ class Worker:
         self._do = {kind: flight.noted(done, sentence) for kind, done in do.items()}
         self._take_message = flight.noted(self._receive, waiting)
         self._await_lane = flight.noted(LaneThread.wait_for, joining)
-        self._lanes = {lane: LaneThread(f"cyclic-{lane}", self._run_on_lane) for lane in lanes}
+        self._lanes = {
+            lane: LaneThread(f"cyclic-{lane}", self._run_on_lane, streams) for lane in lanes
+        }
 
     def run(self, actions: Iterable[Action]) -> None:
         """Carry out actions in their order, each on its lane."""
@@ -246,7 +289,7 @@ class Worker:
         if item in self._promised:
             lane, number = self._promised.pop(item)
             self._join(lane, number)
-        if item in self._coming:
+        if item in self._coming or item in self._taken:
             self._take_in(item)
 
     def follow(self, flow: Dataflow) -> None:
@@ -258,8 +301,9 @@ class Worker:
         for lane in self._lanes.values():
             self._join(lane, lane.num_put)
         self._promised.clear()
-        for item in list(self._coming):
+        for item in (*self._coming, *self._taken):
             self.fetch(item)
+        self._taken.clear()
         self._messages.settle()
 
     def close(self) -> None:
@@ -285,7 +329,7 @@ class Worker:
             if item[0] is Datum.WEIGHTS:  # a lane may be ahead of who posts
                 _, j, v = item
                 self._await_post(j, cast(int, v))
-            if item in self._coming:
+            if item in self._coming or item in self._taken:
                 self._take_in(item)
         self._do[a.kind](a)
 
@@ -294,13 +338,23 @@ class Worker:
 
     def _take_in(self, item: Item) -> None:
         with self._lock:
-            arrival = self._coming.get(item)
+            arrival, taken = self._coming.get(item), self._taken.get(item, PAST)
         if arrival is None:
+            taken.join()
             return
         arrival.take(self._take_message)
         with self._lock:
             if self._coming.get(item) is arrival:  # and neither another, nor one taken already
                 del self._coming[item]
+                self._note_taken(item, arrival.taken)
+
+    def _note_taken(self, item: Item, taken: AbstractMoment) -> None:
+        if not self._lanes or taken.is_over():
+            return
+        if len(self._taken) > _MANY:
+            kept = self._taken.items()
+            self._taken = {x: moment for x, moment in kept if not moment.is_over()}
+        self._taken[item] = taken
 
     def _receive(self, a: Action, incoming: Incoming) -> None:
         self._stores.take(a, self._messages.take(incoming))
@@ -318,10 +372,10 @@ class Worker:
                 )
 
     def _carry_out(self, a: Action) -> None:
-        if self._coming or self._promised:
-            coming, promised = self._coming, self._promised
+        if self._coming or self._promised or self._taken:
+            coming, promised, taken = self._coming, self._promised, self._taken
             for item in self._flow(a).reads:
-                if item in coming or item in promised:
+                if item in coming or item in promised or item in taken:
                     self.fetch(item)
         self._do[a.kind](a)
 
@@ -331,7 +385,7 @@ class Worker:
             self._stores.let_go(a)
 
     def _post(self, a: Action) -> None:
-        arrival = _Arrival(a, self._messages.post(a, self._stores.key(a)))
+        arrival = _Arrival(a, self._messages.post(a, self._stores.key(a)), self._streams)
         (item,) = self._flow(a).makes
         with self._lock:
             self._coming[item] = arrival

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import final
 
-from lightning_cyclic.plan import Plan, programs_of
+from lightning_cyclic.plan import Plan, program_of, programs_of
 from lightning_cyclic.simulate.account import account
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
@@ -36,6 +36,7 @@ class Figures:
     Args:
         num_microbatches: micro-batches per training step, of all workers.
         bubble: share of the step for which a worker's compute is idle.
+        communicators: groups of NCCL that a worker is in, if workers are GPUs; each has memory.
         versions: weight versions of one stage that a worker keeps at once.
         activations: stage-activations that a worker keeps at once.
         all_activations: stage-activations that all workers together keep at once.
@@ -47,6 +48,7 @@ class Figures:
     bubble: float
     sent_bytes: float
     sent_messages: int
+    communicators: int
     versions: int
     activations: float
     all_activations: float
@@ -137,6 +139,7 @@ def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float)
         bubble=max(result.bubble),
         sent_bytes=max(sum(worker.sent_bytes.values()) for worker in workers),
         sent_messages=max(sum(worker.sent_messages.values()) for worker in workers),
+        communicators=max(program_of(plan).communicators.values(), default=0),
         versions=max(worker.versions for worker in workers),
         activations=max(worker.activations for worker in workers),
         all_activations=counted.activations,
@@ -151,6 +154,7 @@ def _of_lockstep(plan: Plan, costs: Costs, step: Lockstep, state_per_param: floa
         bubble=step.bubble,
         sent_bytes=step.sent_bytes,
         sent_messages=step.sent_messages,
+        communicators=int(plan.num_workers > 1),
         versions=1,
         activations=plan.num_stages,
         all_activations=plan.num_stages * plan.num_workers,
@@ -262,6 +266,7 @@ def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
     yield "bubble", f"{figures.bubble:.1%}"
     yield "bytes sent per worker and step", show_bytes(figures.sent_bytes)
     yield "messages sent per worker and step", str(figures.sent_messages)
+    yield "NCCL communicators of a worker, if GPUs", str(figures.communicators)
     yield "weight versions read", str(figures.versions)
     yield "stage-activations kept per worker", f"{figures.activations:g}"
     yield "stage-activations kept by all workers", f"{figures.all_activations:g}"

@@ -102,7 +102,7 @@ def test_simulate_prints_a_table(capsys):
     assert rows == [
         "time per step", "micro-batches per step", "micro-batches per second", "bubble",
         "bytes sent per worker and step", "messages sent per worker and step",
-        "weight versions read",
+        "NCCL communicators of a worker, if GPUs", "weight versions read",
         "stage-activations kept per worker", "stage-activations kept by all workers",
         "memory of the worker with the most", "", "", "", "", "", "speed",
     ]  # fmt: skip

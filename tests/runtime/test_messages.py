@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lightning_cyclic.runtime.transport import (
     Part,
 )
 from tests.harness.local_transport import LocalCrew, LocalTransport, PostOffice
+from tests.harness.races import Device, noted
 
 CPU = torch.device("cpu")
 X = torch.arange(24.0).reshape(4, 6)
@@ -296,15 +298,28 @@ class Edge(AbstractTransport):
         super().__init__(worker, 2, 5.0)
         self.words = LocalTransport(office, worker, 2, 5.0)
         self.log = log
+        self.is_aside = threading.local()
 
     @property
     def control(self):
         return self.words
 
+    def settle(self):
+        self.log.append("settle")
+
+    @contextmanager
+    def aside(self):
+        self.is_aside.yes = True
+        yield
+        self.is_aside.yes = False
+
     def isend(self, ring, data, part=Part.CONTENT):
         return self._carried(ring, data, part, self.words.isend)
 
     def irecv(self, ring, data, part=Part.CONTENT):
+        # what is posted when its head has come must not be behind what the device has since then
+        is_late = ring.payload is Payload.A
+        assert getattr(self.is_aside, "yes", False) is is_late
         return self._carried(ring, data, part, self.words.irecv)
 
     def _carried(self, ring, data, part, post):
@@ -342,7 +357,27 @@ def test_what_goes_by_control_is_in_the_memory_of_the_host():
     assert (norms.there, versions.there) == (None, [True, False])
     assert [entry for entry in log if entry[0] != "M"] == [(x, Part.CONTENT) for x in "AAAAPP"]
     assert metric.tensors[0].device.type == "cpu"
+    log.clear()
+    receiver.settle()
+    assert log == ["settle"]  # on the device, what streams wait for
     receiver.close()
+
+
+def test_a_buffer_that_one_stream_uses_is_not_written_on_another_before_that_is_over():
+    device = Device()
+    with noted(device):
+        messages = Messages(None, {}, lambda pending, a: pending.wait(), CPU)
+        layout = messages.layout([X])
+        first = messages.room(layout)
+        first.write([X])
+        first.let_go()
+        with device.on(device.new()):
+            assert messages.room(layout) is not first
+        assert messages.room(layout) is first  # on its stream, behind its use
+        first.let_go()
+        device.see(device.clock(device.current))
+        with device.on(device.new()):
+            assert messages.room(layout) is first
 
 
 class Told(AbstractPending):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from lightning_cyclic.plan.actions import Action, Lane, parse
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.messages import Message, Messages
-from lightning_cyclic.runtime.worker import LaneThread, Worker
+from lightning_cyclic.runtime.moments import keep
+from lightning_cyclic.runtime.transport import AbstractTransport
+from lightning_cyclic.runtime.worker import LaneThread, Worker, _Arrival
 from tests.harness.local_transport import LocalTransport, PostOffice
+from tests.harness.races import Device, Streams, Watched, noted
 
 CPU = torch.device("cpu")
 PLAN = make_plan("cyclic_dp", num_stages=2, num_workers=2)
@@ -58,17 +62,25 @@ class Log:
 class Pair:
     """Two workers of one process."""
 
-    def __init__(self, *lanes: Lane, timeout_s: float = 0.5) -> None:
+    def __init__(
+        self, *lanes: Lane, timeout_s: float = 0.5, log: type[Log] = Log,
+        device: Device | None = None,
+    ) -> None:  # fmt: skip
         office = PostOffice()
-        self.logs = [Log(), Log()]
+        self.logs = [log(), log()]
+        self._device = device
         self.flights = [FlightRecorder(), FlightRecorder()]
         self.workers = [self._worker(office, w, lanes, timeout_s) for w in range(2)]
 
     def _worker(self, office: PostOffice, w: int, lanes: Any, timeout_s: float) -> Worker:
-        log, transport = self.logs[w], LocalTransport(office, w, 2, timeout_s)
+        log, transport = self.logs[w], self._transport(office, w, timeout_s)
         messages = Messages(transport, {}, lambda pending, a: pending.wait(), CPU)
         flow, limit_s = Dataflow(PLAN, w), lambda: timeout_s
         return Worker(flow, messages, log, log, log, self.flights[w], lanes, limit_s)
+
+    def _transport(self, office: PostOffice, w: int, timeout_s: float) -> AbstractTransport:
+        transport = LocalTransport(office, w, 2, timeout_s)
+        return transport if self._device is None else Watched(transport, self._device)
 
     def run(self, w: int, *texts: str) -> None:
         self.workers[w].run(map(parse, texts))
@@ -126,6 +138,61 @@ def test_a_lane_hands_on_what_the_main_thread_receives_later_and_both_read_one_m
     assert seen.index("let go 0SEND_P@1>0#1~weights") > seen.index("0SEND_P@1>0#1~weights")
     for worker in pair.workers:
         worker.close()
+
+
+def test_a_message_that_two_have_found_on_its_way_is_taken_in_by_the_first() -> None:
+    device, took = Device(), list[int]()
+    with noted(device):
+        lane, a = device.new(), parse("0RECV_P@1<0#1")
+        arrival = _Arrival(a, None, Streams(device))  # type: ignore[arg-type]  # it passes it on
+        with device.on(lane):
+            x = torch.zeros(1)
+
+        def take_in(a: Action, incoming: Any) -> None:
+            took.append(device.current)
+            x.add_(1)
+
+        with device.on(lane):
+            arrival.take(take_in)
+        arrival.take(take_in)
+        keep([x])
+        x.add_(1)
+    assert took == [lane]
+    device.check()
+
+
+class Computing(Log):
+    """Compute with what comes, on whichever stream takes it in and reads it."""
+
+    def take(self, a: Action, message: Message) -> None:
+        self.came = message.tensors[0] * 2
+        self.seen.append(f"took {a}")
+
+    def give(self, a: Action) -> Message:
+        return Message([self.came + 1 if hasattr(self, "came") else torch.ones(1)])
+
+    def forward(self, a: Action) -> None:
+        self.note(a)
+        keep([self.came])
+        self.came = self.came + 1
+
+
+def test_what_a_lane_takes_in_first_is_waited_for_by_the_stream_of_who_reads_it_next() -> None:
+    device = Device()
+    with noted(device):
+        pair = Pair(Lane.WEIGHTS, timeout_s=5.0, log=Computing, device=device)
+        pair.run(0, "0SEND_P@1>1#1")
+        pair.run(1, "0RECV_P@1<0#1", "0SEND_P@1>0#1~weights")
+        sent = "let go 0SEND_P@1>0#1~weights"
+        until = time.monotonic() + 5.0
+        while sent not in pair.logs[1].seen and time.monotonic() < until:
+            time.sleep(0.001)
+        pair.run(1, "0F1@1#1")
+        assert pair.logs[1].seen[-2:] == [sent, "0F1@1#1"]
+        for worker in pair.workers:
+            worker.close()
+    device.check()
+    assert device.operations >= 5
 
 
 def test_the_main_thread_waits_for_a_lane_that_is_to_make_what_it_reads() -> None:

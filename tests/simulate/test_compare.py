@@ -61,9 +61,9 @@ assumed model: 4 MB of parameters, 1 MB per stage; 0 B of activations per cut
 assumed compute: 120 ms per micro-batch, 40 ms forward and 80 ms backward (2 times as long)
     of a stage: 10 ms forward, 20 ms backward, 0 s per update
 
-                                          cyclic_dp   lockstep data parallelism
- ───────────────────────────────────────────────────────────────────────────────
-  time per step                              120 ms                    133.5 ms
+                                            cyclic_dp   lockstep data parallelism
+ ─────────────────────────────────────────────────────────────────────────────────
+  time per step                                120 ms                    133.5 ms
 """
 
 

@@ -16,10 +16,11 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_cyclic.plan.program import Program
-from lightning_cyclic.runtime.transport import NamedTransport
+from lightning_cyclic.runtime.transport import AbstractTransport, NamedTransport
 from tests.harness import processes
 from tests.harness.nccl_model import GlooModel, Rules
 from tests.harness.pipelines import Job, loader, pipelines, prepare
+from tests.harness.races import Device, Watched, noted
 from tests.harness.rows import more
 from tests.harness.trainers import assert_same, fit
 from tests.modules.classifier import Classifier
@@ -27,21 +28,27 @@ from tests.modules.classifier import Classifier
 pytestmark = pytest.mark.multi
 
 TIMEOUT_S = 30.0
+MANY = 1000  # operations that a fit has at the least
 FLAGS = {"val_check_interval": 2, "limit_val_batches": 1, "enable_checkpointing": True}
 
 
 class Lines:
-    """Let the messages of all programs travel as NCCL would carry them."""
+    """Let the messages of all programs travel as NCCL would carry them.
 
-    def __init__(self) -> None:
+    Args:
+        device: a model of one that the host runs ahead of. [the host]
+    """
+
+    def __init__(self, device: Device | None) -> None:
         self.models: list[GlooModel] = []
+        self._device = device
 
-    def connect(self, named: NamedTransport, program: Program) -> GlooModel:
+    def connect(self, named: NamedTransport, program: Program) -> AbstractTransport:
         """Stand in for the transport's own method."""
         rules = Rules(program.channels, program.depths)
         model = GlooModel(TIMEOUT_S, rules, named.crew.names.rank_of)
         self.models.append(model)
-        return model
+        return model if self._device is None else Watched(model, self._device)
 
     def check(self) -> None:
         """Check that each receive met its send, and that none is left."""
@@ -52,9 +59,9 @@ class Lines:
 
 
 @contextmanager
-def over_nccl() -> Iterator[None]:
+def over_nccl(device: Device | None = None) -> Iterator[None]:
     """Let messages travel by these rules, and check what they did."""
-    lines = Lines()
+    lines = Lines(device)
     with pytest.MonkeyPatch.context() as patch:
         # a function, as methods of classes are found: it is told which transport is asked
         stands_in = lambda named, program: lines.connect(named, program)  # noqa: E731, PLW0108
@@ -63,10 +70,23 @@ def over_nccl() -> Iterator[None]:
     lines.check()
 
 
+@contextmanager
+def on_a_device() -> Iterator[None]:
+    """Let the host run ahead of the model of a device, besides."""
+    device = Device()
+    with noted(device), over_nccl(device):
+        yield
+    assert device.operations > MANY
+    device.check()
+
+
+ROUTES = {"nccl": over_nccl, "device": on_a_device}
+
+
 def over(route: str, strategy: dict[str, Any], train: Callable[..., Any]) -> Any:
     """Train over a transport, or over the model of NCCL."""
-    with over_nccl() if route == "nccl" else nullcontext(), TemporaryDirectory() as folder:
-        options = {} if route == "nccl" else {"transport": route}
+    options = {} if route in ROUTES else {"transport": route}
+    with ROUTES.get(route, nullcontext)(), TemporaryDirectory() as folder:
         saver = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=1)
         return train(strategy | options, [saver])
 
@@ -110,6 +130,7 @@ def of_pipeline(preset: str, case: str, num_ranks: int, route: str) -> list[Any]
     [
         more("1f1b", "resnet", 4, "nccl"), ("cyclic_pipeline", "gpt2", 2, "nccl"),
         more("pipedream", "gpt2", 2, "nccl"), ("pipedream_2bw", "resnet", 2, "nccl"),
+        ("pipedream_2bw", "resnet", 2, "device"), ("1f1b", "gpt2", 2, "device"),
         ("pipedream_2bw", "resnet", 2, "edges"), ("pipedream_2bw", "resnet", 2, "host_staged"),
         more("pipeoptim", "vit", 2, "nccl"), ("cyclic_mp", "resnet", 4, "nccl"),
         more("cyclic_pipeline", "gpt2", 4, "nccl"), more("pipedream", "gpt2", 4, "nccl"),
@@ -129,7 +150,7 @@ def of_whole_steps(
     return processes.run(whole_steps, num_ranks, net, plan, route, rounds, time_limit_s=90.0)
 
 
-@pytest.mark.parametrize("route", ["edges", "host_staged", "nccl"])
+@pytest.mark.parametrize("route", ["edges", "host_staged", "nccl", "device"])
 @pytest.mark.parametrize(
     "given",
     [

@@ -271,9 +271,10 @@ class StagewiseSession(AbstractSession):
     def _make_messages(self, own: OwnStages) -> Messages:
         if self.transport is None:
             return Messages(None, {}, _no_wait, self.device)
-        wait = Waiter(own.plan, self.transport, self._when).wait
+        waiter = Waiter(own.plan, self.transport, self._when)
         self._line = self.transport.connect(own.program)
-        return Messages(self._line, own.program.depths, wait, self.device)
+        depths = own.program.depths
+        return Messages(self._line, depths, waiter.wait, self.device, waiter.join)
 
     # ------------------------------------------------------------------ a step
 

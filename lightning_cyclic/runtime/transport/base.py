@@ -6,10 +6,11 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -35,19 +36,35 @@ class Part(IntEnum):
     DESCRIBED = 3  # the content in its new form
 
 
+Named: TypeAlias = Callable[[OSError], Exception]
+"""What a message is called that did not come in time, or whose peer has left."""
+
+
 class AbstractPending(ABC):
     """Stand for bytes under way."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until the buffer may be read (receive) or written (send).
-
-        What comes behind it on any stream of the device sees the content.
+        """Block the host until the buffer may be read (receive) or written (send).
 
         Raises:
             TimeoutError: the transport's time limit passed.
             ConnectionError: the peer has left.
         """
+
+    def join(self, named: Named) -> None:
+        """Let what the current stream of the device is given from now on wait for the bytes.
+
+        The host goes on where it can; else it waits.
+
+        Args:
+            named: makes the error of a message that does not come, which is met later then: by
+                whoever uses the transport next.
+
+        Raises:
+            TimeoutError: as :meth:`wait`, as ConnectionError is.
+        """
+        self.wait()
 
     @abstractmethod
     def is_done(self) -> bool:
@@ -60,7 +77,8 @@ class AbstractTransport(ABC):
     Transports with names match a receive with the send of the same ring and part; those without
     match the receives of a channel with its sends, in the order in which either were posted, so
     that only ``Part.CONTENT`` may travel on them: all other parts go by :attr:`control`.
-    No call blocks.
+    No call blocks. Where the host runs ahead of a device, a message is behind all that the current
+    stream has been given when it is begun.
 
     Args:
         crew: the ranks of all workers, and the limit of every wait.
@@ -91,6 +109,26 @@ class AbstractTransport(ABC):
     @abstractmethod
     def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
         """Begin to receive into ``data`` (uint8, 1-d); its content is valid after the wait."""
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Return a context for receives that are posted late, into memory that is made in it.
+
+        They are not behind what the device has been given since their turn in the program, which
+        may wait for messages that others send only behind these.
+        """
+        return nullcontext()
+
+    @property
+    def error(self) -> Exception | None:
+        """Return with what the messages that streams of the device wait for have ended, if so."""
+        return None
+
+    def settle(self) -> None:  # noqa: B027  # where hosts wait themselves all has come
+        """Wait on the host until all has come that streams of the device wait for.
+
+        Raises:
+            CyclicError: something did not.
+        """
 
     def close(self) -> None:  # noqa: B027  # few run anything
         """Stop what the transport runs in the background; pending messages are dropped."""
@@ -307,6 +345,19 @@ class CountingTransport(AbstractTransport):
     @override
     def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
         return self._inner.irecv(ring, data, part)
+
+    @override
+    def aside(self) -> AbstractContextManager[Any]:
+        return self._inner.aside()
+
+    @property
+    @override
+    def error(self) -> Exception | None:
+        return self._inner.error
+
+    @override
+    def settle(self) -> None:
+        self._inner.settle()
 
     @override
     def close(self) -> None:

@@ -12,7 +12,7 @@ as backend the same code runs without a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, final
@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_cyclic.plan.passes.messages import Channel, Ring
 from lightning_cyclic.plan.program import Program
+from lightning_cyclic.runtime.moments import streams_of
 from lightning_cyclic.runtime.transport.base import (
     AbstractPending,
     AbstractTransport,
@@ -32,7 +33,7 @@ from lightning_cyclic.runtime.transport.base import (
     Way,
 )
 from lightning_cyclic.runtime.transport.named import NamedTransport
-from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
+from lightning_cyclic.runtime.transport.streams import MessageStreams, own_error_handling
 
 Backend = Literal["nccl", "gloo"]
 
@@ -60,11 +61,11 @@ class EdgeTransport(AbstractTransport):
         super().__init__(control.worker, control.num_workers, control.crew)
         self._control = control
         self._device = device
-        self._streams: ChannelStreams | None = None
+        self._streams: MessageStreams | None = None
         with own_error_handling() if backend == "nccl" else nullcontext():
             self._lines = dict(self._connect(channels, backend))
         if backend == "nccl":
-            self._streams = ChannelStreams(self._lines, device, self.crew, self._hang_up)
+            self._streams = MessageStreams(streams_of(device), self.crew, self._hang_up)
         self.crew.hang_ups.append(self._hang_up)
         self._warm_up()
 
@@ -88,6 +89,25 @@ class EdgeTransport(AbstractTransport):
         return self._post("recv", ring.channel, data)
 
     @override
+    def aside(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._streams is None else self._streams.aside()
+
+    @property
+    @override
+    def error(self) -> Exception | None:
+        return None if self._streams is None else self._streams.error
+
+    @override
+    def settle(self) -> None:
+        if self._streams is not None:
+            self._streams.settle()
+
+    @override
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams.close()
+
+    @override
     def disconnect(self) -> None:
         self.crew.hang_ups.remove(self._hang_up)
         for line in self._lines.values():  # in one order for all workers
@@ -108,7 +128,7 @@ class EdgeTransport(AbstractTransport):
                 ranks = list(map(self.crew.names.rank_of, channel[:2]))
                 line = Line(self.crew.timeout_s, backend, ranks)
                 if self.worker in (channel.source, channel.target):
-                    if backend == "nccl":  # whose limits ChannelStreams keeps from now on
+                    if backend == "nccl":  # whose limits MessageStreams keeps from now on
                         _set_timeout(_NEVER, line.group)
                     yield channel, line
 
@@ -132,8 +152,7 @@ class EdgeTransport(AbstractTransport):
         peer = 1 - line.group.rank()
         if self._streams is None:
             return line.post(way, data, peer, 0)
-        start = partial(line.start, way, data, peer, 0)
-        return self._streams.begin(channel, start, data)
+        return self._streams.begin(partial(line.start, way, data, peer, 0), data)
 
 
 @final
@@ -165,6 +184,11 @@ class LateEdges(AbstractTransport):
     @override
     def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
         return self._control.irecv(ring, data, part)
+
+    @property
+    @override
+    def error(self) -> Exception | None:
+        return next((made.error for made in self._made if made.error is not None), None)
 
     @override
     def close(self) -> None:

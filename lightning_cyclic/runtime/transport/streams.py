@@ -1,23 +1,28 @@
 r"""Streams: how the messages of a GPU run beside its compute, and who keeps their time limits.
 
-    compute   ... F ----x------------ . . F ...      x  event: what is to be sent is there
-                         \                /
-    channel              send ... o     /            o  event: the message has run
-    channel   recv .............. o ---'             .  the host waits for it
+    host      launches all of this, and goes on
+    compute   F(0) ---x------------- . ---- F(1) ...    x  what is to be sent is there
+                       \            /                   .  the stream waits, and not the host
+    channel             send ...   /                    o  the message has run
+    channel   recv .............. o
 
-Compute never waits for a message on its stream: threads share that stream (lanes, and those that
-receive when they know how much), and what one of them posts would wait behind a message that
-depends on it. The host waits, thread by thread, as in the proof and in its tests. NCCL's own
-waits never end in an error, and torch's watchdog ends the process, so hosts keep their limits.
+torch has a stream for each channel, as the process group of each is its own; lanes beside compute
+have one, too. A stream does what its part of the program says, in the order that has been proved;
+what it needs of another stream it waits for itself, so that the host is ahead of all of them.
+
+NCCL's own waits never end in an error, and torch's watchdog ends the process, so a thread looks
+whether what streams wait for comes in time.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -25,62 +30,60 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cyclic.plan.passes.messages import Channel
-from lightning_cyclic.runtime.transport.base import AbstractPending, Gone, is_of_loader
+from lightning_cyclic.runtime.moments import AbstractMoment, AbstractStreams
+from lightning_cyclic.runtime.transport.base import AbstractPending, Gone, Named, is_of_loader
 from lightning_cyclic.runtime.transport.crew import AbstractCrew
 
 Event = Any  # torch.cuda.Event: torch gives its methods no types
 
 _POLL_S = 0.5  # between looks for the word of another worker that has failed
-_LOOK_S = 2e-5  # between looks for the message
+_LOOK_S = 2e-5  # between looks for a message, by a host that waits for it
+_WATCH_S = 0.02  # between looks at what streams wait for
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @final
-class ChannelStreams:
-    """Run the messages of each channel on a stream of its own.
-
-    Not on fewer: on a stream that channels share a message waits for those of other channels,
-    which may come from workers that wait for this one; only the order inside a channel is
-    proved.
+class MessageStreams:
+    """Let the streams of a device wait for messages, and the host where it reads them.
 
     Args:
         crew: has the limit of a wait, and the words of a rank that has failed.
+        hang_up: aborts all messages of this worker.
     """
 
     def __init__(
-        self,
-        channels: Iterable[Channel],
-        device: torch.device,
-        crew: AbstractCrew,
-        hang_up: Callable[[], None],
+        self, streams: AbstractStreams, crew: AbstractCrew, hang_up: Callable[[], None]
     ) -> None:
-        # with the device: threads begin on device 0, whatever that of the one that made them
-        self._streams = {channel: stream_on(device) for channel in channels}
-        self._device = device
+        self._streams = streams
+        self._aside = streams.new()
         self._crew = crew
         self._hang_up = hang_up
-        self._error: OSError | None = None
+        self.error: Exception | None = None
+        """With what all messages have ended, if they have."""
+        self._watch = _Watch(crew.timeout_s, self._end)
 
-    def begin(
-        self, channel: Channel, start: Callable[[], dist.Work], data: Tensor
-    ) -> AbstractPending:
-        """Enqueue a message behind what the current stream and its channel have to do."""
-        if self._error is not None:
-            return Gone(self._error)
-        stream = self._streams[channel]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+    def begin(self, start: Callable[[], dist.Work], data: Tensor) -> AbstractPending:
+        """Enqueue a message behind what the current stream and its channel have to do.
+
+        Args:
+            start: has torch do so.
+            data: what is sent, or written.
+        """
+        if self.error is not None:
+            return Gone(ConnectionError(str(self.error)))
         try:
-            with torch.cuda.stream(stream):
-                start().wait()  # the stream waits, and not the host
+            return _Streamed(self, start(), data)
         except RuntimeError as error:
             if is_of_loader(error):
                 raise
             return Gone(ConnectionError(str(error)))
-        data.record_stream(stream)  # or its memory may be another's while the message runs
-        return _Streamed(self, stream.record_event())
 
-    def wait(self, event: Event) -> None:
+    def aside(self) -> AbstractContextManager[Any]:
+        """Return a context in which the current stream is one that has nothing to do."""
+        return self._streams.on(self._aside)
+
+    def wait(self, work: dist.Work) -> None:
         """Block the host until a message has run.
 
         Raises:
@@ -90,7 +93,7 @@ class ChannelStreams:
         self.check()
         now = time.monotonic()
         until, look_at = now + self._crew.timeout_s, now + _POLL_S
-        while not event.query():
+        while not work.is_completed():
             now = time.monotonic()
             if now >= until:
                 self._end(TimeoutError("it has not run"))
@@ -102,41 +105,145 @@ class ChannelStreams:
             time.sleep(_LOOK_S)
         self.check()  # what is aborted has run, too
 
-    @property
-    def has_failed(self) -> bool:
-        """Say whether no message of this worker runs any more."""
-        return self._error is not None
+    def join(self, work: dist.Work, data: Tensor, named: Named) -> None:
+        """Let the current stream wait for a message, and have its time kept.
+
+        Raises:
+            TimeoutError: as :meth:`wait`, as ConnectionError is.
+        """
+        self.check()
+        if not work.is_completed():
+            self._watch.put(_Wait(self._streams.now(), work, named))
+        work.wait()  # the stream does
+        self._streams.keep(data)
+
+    def settle(self) -> None:
+        """Block the host until all has come that streams wait for; each wait has its limit."""
+        while not self._watch.is_idle():
+            self.check()
+            time.sleep(_LOOK_S)
+        self.check()
 
     def check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
-    def fail(self, error: OSError) -> bool:
+    def fail(self, error: Exception) -> bool:
         """Let all messages end with an error, if no other has ended them; say whether."""
-        first = self._error is None
-        self._error = self._error or error
+        first = self.error is None
+        self.error = self.error or error
         return first
 
-    def _end(self, error: OSError) -> None:
+    def close(self) -> None:
+        self._watch.close()
+
+    def _end(self, error: Exception) -> None:
         if self.fail(error):  # before the abort, which ends other waits
             self._hang_up()
 
 
 @final
 class _Streamed(AbstractPending):
-    def __init__(self, streams: ChannelStreams, event: Event) -> None:
+    def __init__(self, streams: MessageStreams, work: dist.Work, data: Tensor) -> None:
         self._streams = streams
-        self._event = event
+        self._work = work
+        self._data = data
 
+    @override
     def wait(self) -> None:
-        self._streams.wait(self._event)
+        self._streams.wait(self._work)
 
+    @override
+    def join(self, named: Named) -> None:
+        self._streams.join(self._work, self._data, named)
+
+    @override
     def is_done(self) -> bool:
-        return self._streams.has_failed or bool(self._event.query())
+        return self._streams.error is not None or self._work.is_completed()
+
+
+@final
+@dataclass(slots=True)
+class _Wait:
+    """Be a message for which a stream waits.
+
+    Args:
+        begins: when the stream has come to it.
+        since_s: the same, on the host's clock; 0 before it was seen.
+    """
+
+    begins: AbstractMoment
+    work: dist.Work
+    named: Named
+    since_s: float = 0.0
+
+
+@final
+class _Watch:
+    """Look in a thread whether what streams wait for comes within a limit, each from its turn on.
+
+    Args:
+        end: is given the named error of the first that does not.
+    """
+
+    def __init__(self, limit_s: float, end: Callable[[Exception], None]) -> None:
+        self._limit_s = limit_s
+        self._end = end
+        self._changing = threading.Lock()
+        self._waits: list[_Wait] = []
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def put(self, wait: _Wait) -> None:
+        with self._changing:
+            self._waits.append(wait)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="cyclic-limits", daemon=True
+                )
+                self._thread.start()
+
+    def is_idle(self) -> bool:
+        """Say whether all has come."""
+        with self._changing:
+            return all(wait.work.is_completed() for wait in self._waits)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_WATCH_S):
+            late = self._look(time.monotonic())
+            if late is not None:
+                self._end(late.named(TimeoutError("it has not run")))
+                return
+
+    def _look(self, now_s: float) -> _Wait | None:
+        """Forget what has come; return a wait that has lasted too long."""
+        with self._changing:
+            waits = self._waits = [wait for wait in self._waits if not wait.work.is_completed()]
+        for wait in waits:
+            if not wait.since_s and wait.begins.is_over():
+                wait.since_s = now_s
+        # the first: what is behind it on its stream has not begun
+        return next((w for w in waits if w.since_s and now_s - w.since_s > self._limit_s), None)
 
 
 def stream_on(device: torch.device) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def ask_for_queues() -> None:
+    """Let a GPU have as many queues as it can, before it is first used; a user's number stays.
+
+    Streams that share a queue wait for each other: one that waits for a message would hold up
+    another, behind which others send that message. By default there are eight.
+
+    Source: CUDA C++ Programming Guide, "CUDA Environment Variables", CUDA_DEVICE_MAX_CONNECTIONS
+    """
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and not is_used:
+        os.environ.setdefault(_QUEUES, "32")
 
 
 @contextmanager

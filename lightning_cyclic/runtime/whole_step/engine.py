@@ -117,7 +117,8 @@ class Engine:
         device = next((p.device for p in named.values()), torch.device("cpu"))
         depths = program_of(plan).depths
         self._line = transport.connect(program_of(plan))
-        self._messages = Messages(self._line, depths, self._waiter.wait, device)
+        waits = self._waiter
+        self._messages = Messages(self._line, depths, waits.wait, device, waits.join)
         self.stores = [
             self._store(j, [named[n] for n in stage.parameters])
             for j, stage in enumerate(stages.stages)

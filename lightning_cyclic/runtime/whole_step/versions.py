@@ -121,6 +121,8 @@ class VersionStore:
         """Forget versions older than ``v``; their buffers are free for the next to arrive."""
         with self._changing:
             self._needed = v
+            for held in [u for u in self._versions if u < v and self._held[u]]:
+                self._versions[held].note_use()  # here; lanes are to let them go
             self._drop()
 
     def leave_behind(self, v: int) -> None:
@@ -176,7 +178,7 @@ class VersionStore:
             self.put(v, buffer)
         else:
             buffer = self._versions[v - 1]
-            self._messages.wait_for(buffer)  # it may still be on its way to others
+            self._messages.join(buffer)  # it may still be on its way to others
             with self._changing:
                 self._versions[v] = self._versions.pop(v - 1)
                 self.words[v] = self.words.pop(v - 1)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.runtime.messages import Messages
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
+from tests.harness.races import Device, noted
 
 CPU = torch.device("cpu")
 SIZE = 1 << 15  # elements: enough for pages of their own
@@ -70,3 +71,18 @@ def test_a_version_that_several_lanes_send_stays_until_all_have() -> None:
     assert store.versions == [0, 1]
     store.let_go(0)
     assert store.versions == [1]
+
+
+def test_a_version_that_a_lane_lets_go_last_is_not_written_before_all_have_read_it() -> None:
+    device = Device()
+    with noted(device):
+        messages = messages_of_nobody()
+        store = VersionStore([nn.Parameter(torch.zeros(SIZE))], 0, messages)
+        old = store[0]
+        store.write(1, [torch.ones(SIZE)])
+        store.hold(0)
+        store.drop_below(1)  # the main stream has read it, and may still do so
+        with device.on(device.new()):
+            store.let_go(0)
+            assert messages.room(store.layout) is not old
+        assert old in store.layout.spare
