@@ -89,7 +89,7 @@ def test_the_ranking_is_that_of_all_candidates(num_workers, memory_bytes, bandwi
 
 @pytest.mark.parametrize(
     ("num_workers", "batch_size", "latency_s"),
-    [(2, 32, 0.0), more(4, 64, 0.001), more(4, 32, 0.02), more(2, 16, 0.1)],
+    [(2, 16, 0.1), more(2, 32, 0.0), more(4, 64, 0.001), more(4, 32, 0.02)],
 )
 def test_pipelines_with_a_flush_are_ranked_as_all_would_be(num_workers, batch_size, latency_s):
     network = Network(latency_s=latency_s, bandwidth_bytes_per_s=1e8)
