@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_cyclic.runtime.transport.shared_gpus import Nccl
 
 _ROUTES = ("auto", "named", "edges", "host_staged")
-_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+_PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
 _SAID = {
     "": "none",
     "named": "by name",

@@ -80,7 +80,7 @@ class Trial:
     devices: Sequence[int] = ()
     backend: str | None = None
     route: Route = "auto"
-    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    precision: Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"] = "32-true"
     num_stages: int = 0
 
     def __post_init__(self) -> None:
