@@ -104,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(headline(args)), flush=True)
     missing = loaded_nccl().missing if args.device == "cuda" else ""
     begin, ended = time.monotonic(), {"ran": 0, "failed": 0, "left out": 0}
-    for name in names:
+    for k, name in enumerate(names):
         left_s = begin + 60 * args.minutes - time.monotonic()
-        part_s = min(left_s, 60 * args.minutes * share_of(name, names))
+        part_s = left_s * share_of(name, names[k:])  # what others have left over, too
         print(f"\n{name}: {left_s:.0f} s are left", flush=True)
         if part_s < LEAST_S or (missing and PARTS[name].needs_nccl):
             why = f"ranks may not share the GPU: {missing}" if part_s >= LEAST_S else "no time"
@@ -147,7 +147,7 @@ def chosen(only: str) -> list[str]:
 
 
 def share_of(name: str, names: list[str]) -> float:
-    """Return the share of the session's time that a part has among those that run."""
+    """Return the share that a part has of the time of some."""
     return PARTS[name].share / sum(PARTS[each].share for each in names)
 
 

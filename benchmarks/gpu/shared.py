@@ -36,85 +36,80 @@ def backend(device: str) -> str:
 
 def share(args: argparse.Namespace, until: float) -> Iterator[str]:
     """Say what a communicator costs, plain and split from another, and whether the host waits."""
-    yield from run(_share, 2, args.device, until)
+    for is_bound in (False, True) if args.device == "cuda" else (False,):
+        yield from run(_share, 2, args.device, until, is_bound)
 
 
-def _share(place: Place, say: Say) -> None:
-    device = _connect(place)
-    peer = 1 - place.rank
+def _share(place: Place, say: Say, is_bound: bool) -> None:
+    """Make groups of two ranks; where the first is bound to its GPU, torch splits them from it."""
+    device = torch.device("cuda", 0) if place.device == "cuda" else torch.device("cpu")
     tell: Say = say if place.rank == 0 else lambda text: None
-    x = torch.full((_NUMBERS,), place.rank + 1.0, device=device)
-    dist.all_reduce(x)
-    assert x[0].item() == 3.0, "the sum of two ranks is wrong"
-    tell("  an all-reduce of two ranks is right")
-    plain = _cost(place, lambda: dist.new_group([0, 1]), peer, device)
-    tell(f"  {_COUNT} groups of two ranks by new_group: {_mib(plain)} each, of both ranks")
-    for shares in (False, True) if place.device == "cuda" else ():
-        how = "shared resources" if shares else "resources of their own"
+    torch.ones(1, device=device)  # the context, which is no communicator
+    both = "cpu:gloo,cuda:nccl" if place.device == "cuda" else "gloo"
+    dist.init_process_group(both, device_id=device if is_bound else None)
+    if not is_bound:
+        tell(f"  the first communicator: {_cost(place, lambda: dist.group.WORLD, 1, device)}")
+        found = _cost(place, partial(_group, device), _COUNT, device)
+        tell(f"  {_COUNT} more by new_group: {found}")
+        _waits(place, say, device)
+        return
+    _cost(place, lambda: dist.group.WORLD, 1, device)
+    for shares in (False, True):
+        how = "shared resources" if shares else "resources of their own, as under Lightning"
         try:
-            split = _mib(_cost(place, partial(_split, shares), peer, device)) + " each"
+            found = _cost(place, partial(_group, device, shares), _COUNT, device)
         except (AttributeError, RuntimeError) as error:  # which an older torch does not offer
-            split = last_line(error)
-        tell(f"  {_COUNT} groups split from one, with {how}: {split}")
-    _waits(place, say, device)
+            found = last_line(error)
+        tell(f"  {_COUNT} split from the first, with {how}: {found}")
 
 
-def _connect(place: Place) -> torch.device:
-    if place.device == "cpu":
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    dist.barrier()
-    return device
+def _group(device: torch.device, shares: bool = False) -> Any:
+    options: Any = None
+    if shares:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.split_share = 1
+    talks = "nccl" if device.type == "cuda" else "gloo"
+    return dist.new_group([0, 1], backend=talks, pg_options=options)
 
 
-def _split(shares: bool) -> Any:
-    options: Any = dist.ProcessGroupNCCL.Options()
-    options.config.split_share = int(shares)
-    return dist.split_group(split_ranks=[[0, 1]], pg_options=options)
-
-
-def _cost(place: Place, make: Callable[[], Any], peer: int, device: torch.device) -> float | None:
-    """Make groups and use each in both directions; return the bytes of one, of both ranks."""
+def _cost(place: Place, make: Callable[[], Any], count: int, device: torch.device) -> str:
+    """Make groups and use each in both directions; say what one takes, of both ranks together."""
     before = _used(device)
-    groups = [make() for _ in range(_COUNT)]
+    groups = [make() for _ in range(count)]
     for group in groups:
         for sender in (0, 1):
-            _send(place, sender, peer, group, device)
+            _send(place, sender, group, device)
     after = _used(device)
-    return None if after is None or before is None else (after - before) / _COUNT
+    if before is None or after is None:
+        return "memory is not known"
+    return f"{(after - before) / count / 2**20:.1f} MiB each"
 
 
-def _send(place: Place, sender: int, peer: int, group: Any, device: torch.device) -> None:
+def _send(place: Place, sender: int, group: Any, device: torch.device) -> None:
     x = torch.full((_NUMBERS,), float(sender), device=device)
     if place.rank == sender:
-        dist.send(x, peer, group=group)
+        dist.send(x, 1 - sender, group=group)
     else:
-        dist.recv(x, peer, group=group)
+        dist.recv(x, sender, group=group)
         assert x[0].item() == sender, "what came is not what was sent"
 
 
-def _used(device: torch.device) -> float | None:
+def _used(device: torch.device) -> int | None:
+    """Return the bytes of the GPU that all processes have, between two meetings of the hosts."""
     if device.type == "cpu":
         return None
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    dist.barrier()
+    dist.all_reduce(torch.zeros(1))  # over gloo
     free, total = torch.cuda.mem_get_info()
-    dist.barrier()  # before anybody takes more
+    dist.all_reduce(torch.zeros(1))
     return total - free
-
-
-def _mib(num_bytes: float | None) -> str:
-    return "memory unknown" if num_bytes is None else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _waits(place: Place, say: Say, device: torch.device) -> None:
     """Post a receive half a second before its send; say when the host went on."""
     z = torch.zeros(1 << 22, device=device)
-    dist.barrier()
+    dist.all_reduce(torch.zeros(1))  # of the hosts
     began_s = time.perf_counter()
     if place.rank == 0:
         time.sleep(_LATE_S)

@@ -88,10 +88,10 @@ class Watch(L.Callback):
         host, gpu = Counter[str](), Counter[str]()
         for event in self._profiler.key_averages():
             key = re.sub(r"\b\d+\b", "N", event.key)  # one row for all runs of all stages
-            if event.device_type.name == "CUDA":
-                gpu[key] += event.self_device_time_total
-            else:
+            if event.device_type.name != "CUDA":
                 host[key] += event.self_cpu_time_total
+            elif not event.is_user_annotation:  # ranges, whose kernels have rows of their own
+                gpu[key] += event.self_device_time_total
         return Step(host, gpu, self._waits)
 
 
@@ -138,7 +138,7 @@ def _two_ranks(place: Place, say: Say, args: argparse.Namespace) -> None:
     case: Case = case_of(args, num_steps=2)
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"trace-rank{place.rank}.json"
+    path = folder / f"trace-rank{place.rank}.json.gz"
     watch = Watch(1, path)
     talks = "gloo" if missing_nccl(args.device) else backend(args.device)
     strategy = partial(make_strategy, "1f1b", num_microbatches=args.micro, stages=2)

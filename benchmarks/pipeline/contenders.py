@@ -117,7 +117,7 @@ def _plain(case: Case) -> Contender:
 def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Contender:
     """Run the package's session of stages, without Lightning's loops."""
     batch, transport, assembly, worker = case.batch(), None, Assembly(), 0
-    device = torch.device(case.device)
+    device = case.place
     if case.num_workers > 1:
         worker = rank_of(dist.get_rank(), case.num_workers)
         assembly = Assembly(Crew(600.0))
@@ -205,7 +205,7 @@ def _torch_pipelining(case: Case, preset: str) -> Contender:
     )  # fmt: skip
     stages = [
         PipelineStage(
-            parts[j], j, case.num_stages, torch.device(case.device),
+            parts[j], j, case.num_stages, case.place,
             input_args=(batch[: case.rows] if j == 0 else hidden,),
             output_args=(logits if j == last else hidden,),
         )

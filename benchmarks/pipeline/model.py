@@ -58,6 +58,11 @@ class Case:
     is_tied: bool = False
 
     @property
+    def place(self) -> torch.device:
+        """Return the device, by its number."""
+        return torch.device("cuda", 0) if self.device == "cuda" else torch.device(self.device)
+
+    @property
     def begins(self) -> list[int]:
         """Return the layers with which stages 1, 2, ... begin."""
         return [self.depth * j // self.num_stages for j in range(1, self.num_stages)]

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.pipeline.contenders import Contender, Figures, make
@@ -115,7 +114,7 @@ def make_contender(name: str, case: Case) -> Contender:
     if case.num_workers > 1:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            device_id=torch.device("cuda", 0) if on_gpu else None,
+            device_id=case.place if on_gpu else None,
         )
     return profiler(case) if name == "profile" else make(name, case)
 

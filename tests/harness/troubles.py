@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -235,6 +236,8 @@ def fit(
     n = processes.here().num_ranks
     strategy = strategy_of(preset, n, timeout_s, route, "nccl" if on_gpu else None)
     place: dict[str, Any] = {"accelerator": "gpu", "devices": [0]} if on_gpu else {}
+    if on_gpu:
+        warnings.simplefilter("ignore")  # what torch says of a GPU is no matter here
     if preset in PIPELINES:
         stage = TroubledStage(trouble, culprit, phase)
         trainer = make_trainer(

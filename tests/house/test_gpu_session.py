@@ -35,8 +35,9 @@ def _variables_of_the_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("one", "cyclic_dp"), ("pipelines", "loop zb_h1"),
         ("memory", "rank 1, 1f1b, activation_checkpointing='always'"),
-        more("share", "an all-reduce of two ranks is right"), more("trace", "rank 0, over gloo"),
-        more("nccl", "all equal"), more("data_parallel", "cyclic_zero"),
+        more("share", "4 more by new_group: memory is not known"),
+        more("trace", "rank 0, over gloo"), more("nccl", "all equal"),
+        more("data_parallel", "cyclic_zero"),
     ],
 )  # fmt: skip
 def test_a_part_runs(
@@ -96,6 +97,7 @@ def test_a_part_that_there_is_not_is_refused() -> None:
 def test_parts_have_all_of_the_time_together() -> None:
     names = ["trace", "share"]
     assert session.chosen("trace,share") == names[::-1]
+    assert session.share_of("trace", ["trace"]) == 1
     for some in (list(session.PARTS), names):
         assert sum(session.share_of(name, some) for name in some) == pytest.approx(1)
 
