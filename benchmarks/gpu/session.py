@@ -81,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", default="", help=f"some of {','.join(PARTS)}")
     add("--minutes", type=float, default=8.0, help="that all of it may take (8)")
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--out", default=os.environ.get("OUT", "."), help="folder of the traces ($OUT, or here)")
+    add("--out", default=os.environ.get("OUT", "outputs"), help="folder of the traces ($OUT, or "
+        "outputs)")  # fmt: skip
     add("--presets", nargs="+", default=[], help="of the part nccl (all, as many as fit)")
     add("--rows", type=int, nargs="+", default=[2, 6], help="samples of a micro-batch: the first "
         "everywhere, all of them in the part one (2 6)")  # fmt: skip

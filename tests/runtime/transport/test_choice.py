@@ -86,6 +86,27 @@ def test_all_workers_make_one_kind(
     assert made == [(names[expected], expected.__name__, "gloo")] * num_ranks
 
 
+def refused(versions: list[tuple[int, ...]]) -> str:
+    """Link workers that share a GPU, each with an NCCL of its own; return what that says."""
+    join()
+    mine = Nccl(versions[torch.distributed.get_rank()], "1")
+    choice._identity = lambda device: "host/a"  # type: ignore[assignment]
+    choice.loaded_nccl = lambda: mine  # type: ignore[assignment]
+    torch.distributed.get_backend_config = lambda *_: "cuda:nccl"
+    assembly = Assembly(Crew(20.0))
+    with pytest.raises(ConfigurationError) as caught:
+        link("auto", torch.device("cuda"), assembly)
+    assembly.meet("to end")
+    return str(caught.value)
+
+
+@pytest.mark.multi
+def test_all_workers_refuse_where_one_has_an_nccl_that_is_too_old() -> None:
+    first, second = processes.run(refused, 2, [(2, 30, 0), (2, 28, 9)])
+    assert first == second
+    assert "ranks 0 and 1 share a GPU, which NCCL 2.28.9 refuses" in first
+
+
 def test_an_unknown_route_is_refused() -> None:
     with pytest.raises(
         ConfigurationError, match="transport='tcp'; allowed: .*'host_staged'; use transport='auto'"
