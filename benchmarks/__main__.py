@@ -46,7 +46,7 @@ INDEX = {
     "pipeline": Entry("pipeline.tables", "25 min"),
     "stage_overhead": Entry("pipeline.stage_overhead", "1 min"),
     "stage_floor": Entry("pipeline.stage_floor", "30 s"),
-    "gpu": Entry("memory.gpu", "2 min, GPU"),
+    "gpu": Entry("gpu.session", "8 min, GPU"),
     "sparse_states": Entry("memory.sparse_states", "2 min"),
 }
 

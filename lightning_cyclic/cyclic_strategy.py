@@ -45,8 +45,8 @@ class CyclicStrategy(PlannedStrategy):
             where it is sent, and the next gradient added in the wider of both dtypes. [that of
             the gradients, and "fp32" where they have a lower precision: docs/options.md]
         transport: how messages travel: "auto" (on CPUs by name over gloo; on GPUs over NCCL,
-            channel by channel; through the host's memory where workers share a GPU, or with
-            process_group_backend="gloo"), or "named", "edges", "host_staged".
+            channel by channel; with process_group_backend="gloo" through the host's memory), or
+            "named", "edges", "host_staged".
         save_distributed_checkpoint: whether a checkpoint is a folder, into which each rank writes
             the weights and optimizer state that it has, as under ModelParallelStrategy; else a
             file, for which rank 0 puts them together.

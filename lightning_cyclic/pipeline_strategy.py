@@ -47,8 +47,8 @@ class PipelineStrategy(PlannedStrategy):
         bandwidth: of each worker, like "10Gbit/s" or bytes per second; stages are cut by it.
             [10Gbit/s]
         transport: how messages travel: "auto" (on CPUs by name over gloo; on GPUs over NCCL,
-            channel by channel; through the host's memory where workers share a GPU, or with
-            process_group_backend="gloo"), or "named", "edges", "host_staged".
+            channel by channel; with process_group_backend="gloo" through the host's memory), or
+            "named", "edges", "host_staged".
         save_distributed_checkpoint: whether a checkpoint is a folder, into which each rank writes
             the weights and optimizer state that it has, as under ModelParallelStrategy; else a
             file, for which rank 0 puts them together.

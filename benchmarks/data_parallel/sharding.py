@@ -120,21 +120,21 @@ def make(name: str, case: Case) -> Any:
     if name.startswith("fsdp2"):
 
         def configure_model(self: Any) -> None:
-            _shard(self, ahead=name == "fsdp2/ahead")
+            mesh = self.device_mesh["data_parallel"]
+            shard(list(self.net), self.net, mesh, ahead=name == "fsdp2/ahead")
 
         kind = type(module)
         module.__class__ = type(kind.__name__, (kind,), {"configure_model": configure_model})
     return module
 
 
-def _shard(module: Any, *, ahead: bool) -> None:
-    mesh = module.device_mesh["data_parallel"]
-    blocks = list(module.net)
+def shard(blocks: Sequence[Any], root: Any, mesh: Any, *, ahead: bool) -> None:
+    """Shard the blocks of what a step calls, and that, by FSDP2."""
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    fully_shard(module.net, mesh=mesh)  # what the step calls: FSDP's root
+    fully_shard(root, mesh=mesh)
     if ahead:  # streams, by which gathers run ahead by themselves, are what CPUs do not have
-        module.net._set_unshard_async_op(True)
+        root._set_unshard_async_op(True)
         for before, block in zip(blocks, blocks[1:], strict=False):
             before.set_modules_to_forward_prefetch([block])
             block.set_modules_to_backward_prefetch([before])

@@ -26,16 +26,8 @@ from torch.distributed.pipelining import (
 )
 from torch.utils.data import DataLoader
 
-from benchmarks.pipeline.model import (
-    VOCABULARY,
-    Case,
-    LitGPT,
-    LitSequential,
-    cut_by_hand,
-    loss_of,
-)
+from benchmarks.pipeline.model import Case, LitGPT, LitSequential, cut_by_hand, loss_of
 from lightning_cyclic import PipelineStrategy, make_plan
-from lightning_cyclic.plan.actions import Lane
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.collectives import rank_of
@@ -44,11 +36,10 @@ from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.predict import guesses
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.transport import CountingTransport, NamedTransport
+from lightning_cyclic.runtime.transport.choice import link
 from lightning_cyclic.runtime.transport.crew import Crew
 
 WARM_UP = 2  # steps of every fit that are not timed
-CPU = torch.device("cpu")
 BY_THE_STEP = ("cyclic_pipeline", "pipedream_2bw", "cyclic_mp")
 BY_THE_MICRO_BATCH = ("pipedream", "pipeoptim", "spectrain")  # update after each
 TORCH_SCHEDULES: dict[str, Any] = {
@@ -72,17 +63,22 @@ class Stopwatch:
     def __init__(self, *, alone: bool = False) -> None:
         self._meet: Callable[[], object] = (lambda: None) if alone else _barrier
         self._meet()
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def stop(self, num_steps: int, loss: Any = None) -> Figures:
-        """Return the seconds and CPU seconds per step, and the last loss where there is one."""
+        """Return seconds and CPU seconds per step, the last loss if any, and the GPU's peak."""
         self._meet()
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
         loss = None if loss is None else float(loss)
-        return {"wall": wall / num_steps, "cpu": cpu / num_steps, "loss": loss}
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+        return {"wall": wall / num_steps, "cpu": cpu / num_steps, "loss": loss, "peak": peak}
 
 
 def _barrier() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 
@@ -106,7 +102,7 @@ def _plain(case: Case) -> Contender:
     optimizer = module.configure_optimizers()
 
     def step() -> Any:
-        total = torch.zeros(())
+        total = torch.zeros((), device=case.device)
         for part in batch.split(case.rows):
             loss = module.training_step(part) / case.num_microbatches
             loss.backward()
@@ -121,11 +117,11 @@ def _plain(case: Case) -> Contender:
 def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Contender:
     """Run the package's session of stages, without Lightning's loops."""
     batch, transport, assembly, worker = case.batch(), None, Assembly(), 0
+    device = case.place
     if case.num_workers > 1:
         worker = rank_of(dist.get_rank(), case.num_workers)
-        assembly = Assembly(crew := Crew(600.0))
-        named = NamedTransport(Lane, crew, lambda w: rank_of(w, case.num_workers))
-        transport = CountingTransport(named)
+        assembly = Assembly(Crew(600.0))
+        transport = link("auto", device, assembly, lambda w: rank_of(w, case.num_workers))
     config = StagewiseConfig(
         make_plan=lambda stages, num_microbatches, tied, relayed: make_plan(
             preset, num_stages=stages, num_workers=case.num_workers,
@@ -140,7 +136,9 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
             guesses(optimizer, parameters, updates, optimizer.param_groups, {})
         ),
     )  # fmt: skip
-    session = StagewiseSession(module, config, transport, worker, case.num_workers, CPU, assembly)
+    session = StagewiseSession(
+        module, config, transport, worker, case.num_workers, device, assembly
+    )
     optimizer = module.configure_optimizers()  # of what others hold there are no gradients
     if preset in BY_THE_STEP + BY_THE_MICRO_BATCH:
         batches = batch.split(case.rows * config.num_microbatches)
@@ -198,11 +196,16 @@ def _torch_pipelining(case: Case, preset: str) -> Contender:
     mine: Sequence[int] = range(rank, case.num_stages, case.num_workers)
     if preset == "zb_v":
         mine = (rank, last - rank)
-    hidden = torch.zeros(case.rows, case.length, case.width, requires_grad=True)
-    logits = torch.zeros(case.rows, case.length, VOCABULARY, requires_grad=True)
+    hidden, logits = (
+        torch.zeros(
+            case.rows, case.length, features, requires_grad=True, device=case.device,
+            dtype=case.dtype,
+        )
+        for features in (case.width, case.vocabulary)
+    )  # fmt: skip
     stages = [
         PipelineStage(
-            parts[j], j, case.num_stages, CPU,
+            parts[j], j, case.num_stages, case.place,
             input_args=(batch[: case.rows] if j == 0 else hidden,),
             output_args=(logits if j == last else hidden,),
         )
@@ -273,7 +276,7 @@ def _trained(case: Case, preset: str) -> Contender:
             accelerator="cpu", devices=1, num_nodes=case.num_workers, max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[clock], accumulate_grad_batches=per_step,
-            strategy=SingleDeviceStrategy(CPU) if plain else PipelineStrategy(
+            strategy=SingleDeviceStrategy("cpu") if plain else PipelineStrategy(
                 preset, stages=module.stage_paths, num_microbatches=case.num_microbatches
             ),
         )  # fmt: skip

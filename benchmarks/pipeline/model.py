@@ -33,6 +33,11 @@ class Case:
         sleep_ms: emulated compute of one layer's forward, and of each half of its backward.
         num_steps: timed steps of a round.
         rounds: how often every contender trains.
+        heads: of each layer's attention.
+        vocabulary: tokens there are.
+        device: "cpu" or "cuda", which all workers share.
+        dtype: of the parameters.
+        is_tied: whether the last layer has the weights of the embedding.
     """
 
     name: str
@@ -46,6 +51,16 @@ class Case:
     sleep_ms: float
     num_steps: int
     rounds: int
+    heads: int = 4
+    vocabulary: int = VOCABULARY
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    is_tied: bool = False
+
+    @property
+    def place(self) -> torch.device:
+        """Return the device, by its number."""
+        return torch.device("cuda", 0) if self.device == "cuda" else torch.device(self.device)
 
     @property
     def begins(self) -> list[int]:
@@ -55,13 +70,13 @@ class Case:
     @property
     def cut_bytes(self) -> int:
         """Return the bytes of the hidden states of one micro-batch."""
-        return 4 * self.rows * self.length * self.width
+        return self.dtype.itemsize * self.rows * self.length * self.width
 
     def batch(self) -> Tensor:
         """Return the tokens of a whole batch."""
         generator = torch.Generator().manual_seed(1)
         size = (self.rows * self.num_microbatches, self.length)
-        return torch.randint(VOCABULARY, size, generator=generator)
+        return torch.randint(self.vocabulary, size, generator=generator).to(self.device)
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of all contenders."""
@@ -88,11 +103,13 @@ def make_gpt(case: Case) -> GPT2LMHeadModel:
     """Return Hugging Face's GPT-2 with random weights, the same each time."""
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=case.length, n_embd=case.width, n_layer=case.depth,
-        n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-        tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
+        vocab_size=case.vocabulary, n_positions=case.length, n_embd=case.width, n_layer=case.depth,
+        n_head=case.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        tie_word_embeddings=case.is_tied, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    model = GPT2LMHeadModel(config)
+    with torch.device(case.device):
+        model = GPT2LMHeadModel(config)
+    nn.Module.to(model, case.dtype)
     if case.sleep_ms:
         for block in model.transformer.h:
             block.mlp = _Slow(cast(nn.Module, block.mlp), case.sleep_ms / 1000)
@@ -142,7 +159,7 @@ class _Embedding(nn.Module):
         self.wte, self.wpe = gpt.transformer.wte, gpt.transformer.wpe
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        return self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
 
 
 def cut_by_hand(case: Case) -> list[nn.Sequential]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from benchmarks.pipeline.profile import profiler
 from benchmarks.rounds import environment, free_port, quiet
 
 Rounds: TypeAlias = list[list[Figures]]  # by round and worker
+LIMIT_S = 1200.0  # of one round of a contender
 
 
 class Team:
@@ -31,7 +34,8 @@ class Team:
     """
 
     def __init__(self, name: str, case: Case) -> None:
-        context, port = _context(), free_port()
+        context, port = fork_server(), free_port()
+        self.name = name
         self._processes, self._pipes = [], []
         for rank in range(case.num_workers):
             env = environment(rank, case.num_workers, "127.0.0.1", port, "lo")
@@ -42,14 +46,33 @@ class Team:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def run(self, num_steps: int) -> list[Figures]:
-        """Return the figures of all workers."""
+    def run(self, num_steps: int, limit_s: float = LIMIT_S) -> list[Figures]:
+        """Return the figures of all workers.
+
+        Args:
+            num_steps: of each worker.
+            limit_s: seconds that they have.
+
+        Raises:
+            SystemExit: a worker failed, or took longer.
+        """
+        until = time.monotonic() + limit_s
         for pipe in self._pipes:
-            pipe.send(num_steps)
+            with suppress(BrokenPipeError):  # what it said before it ended is there to be read
+                pipe.send(num_steps)
+        return [self._received(pipe, until - time.monotonic()) for pipe in self._pipes]
+
+    def _received(self, pipe: Any, limit_s: float) -> Figures:
+        said = f"{self.name}: a worker died"
         try:
-            return [pipe.recv() for pipe in self._pipes]
+            if not pipe.poll(max(0.0, limit_s)):
+                raise SystemExit(f"{self.name}: a worker did not answer in time")
+            if not isinstance(came := pipe.recv(), str):
+                return dict(came)
+            said = f"{self.name}: {came}"
         except EOFError:
-            raise SystemExit("a worker died; set SHOW_ERRORS=1 to see why") from None
+            pass
+        raise SystemExit(f"{said}; set SHOW_ERRORS=1 to see why")
 
     def close(self) -> None:
         """End the processes."""
@@ -58,10 +81,11 @@ class Team:
             process.join()
 
 
-def _context() -> Any:
+def fork_server() -> Any:
     """Return how processes are made; the server finds what this process finds."""
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for GPUs starts none: it forks
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
@@ -74,16 +98,24 @@ def _work(name: str, case: Case, env: Mapping[str, str], pipe: Any) -> None:
     os.dup2(nowhere, 1)
     if not os.environ.get("SHOW_ERRORS"):
         os.dup2(nowhere, 2)
-    contender = make_contender(name, case)
-    while True:
-        pipe.send(contender(pipe.recv()))
+    try:
+        contender = make_contender(name, case)
+        while True:
+            pipe.send(contender(pipe.recv()))
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}".splitlines()[0])
+        raise
 
 
 def make_contender(name: str, case: Case) -> Contender:
     """Make a contender, or the profiler, in this process."""
     quiet()
+    on_gpu = case.device == "cuda"
     if case.num_workers > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            device_id=case.place if on_gpu else None,
+        )
     return profiler(case) if name == "profile" else make(name, case)
 
 

@@ -2,6 +2,7 @@
 
     lightning-cyclic selftest
     lightning-cyclic selftest --accelerator cpu --devices 4 --preset 1f1b
+    lightning-cyclic selftest --devices 2 --backend nccl      over NCCL, also on one GPU
 
 Each preset is trained by several processes, and by one that runs the whole plan by itself; all
 weights have to be the same, bit by bit. What one process trains synchronously is compared with
@@ -24,9 +25,10 @@ from lightning_cyclic.plan import PRESETS
 
 if TYPE_CHECKING:
     from lightning_cyclic.cli.trial import Ended, Trial
+    from lightning_cyclic.runtime.transport.shared_gpus import Nccl
 
 _ROUTES = ("auto", "named", "edges", "host_staged")
-_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+_PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
 _SAID = {
     "": "none",
     "named": "by name",
@@ -42,12 +44,14 @@ class Place(NamedTuple):
     Args:
         accelerator: "cpu" or "gpu".
         backend: of their process group. [Lightning's choice]
+        hint: a line on what would let them take another one.
     """
 
     accelerator: str
     devices: tuple[int, ...]
     num_workers: int
     backend: str | None
+    hint: str = ""
 
 
 def add_selftest(commands: Any) -> None:
@@ -55,8 +59,9 @@ def add_selftest(commands: Any) -> None:
         "selftest",
         help="train every preset on your devices, and compare bits",
         description="Train a small module by every preset: one process per GPU; with one GPU two "
-        "that share it; with none two on the CPU. The weights are compared, bit by bit, with "
-        "those of one process. Exit status 1 if any differ, or a trial fails.",
+        "that share it, over NCCL where that lets them; with none two on the CPU. The weights are "
+        "compared, bit by bit, with those of one process. Exit status 1 if any differ, or a "
+        "trial fails.",
         epilog="example: lightning-cyclic selftest --accelerator cpu --devices 4",
     )
     add = parser.add_argument
@@ -66,6 +71,8 @@ def add_selftest(commands: Any) -> None:
         help="(default: GPUs where there are any)")  # fmt: skip
     add("--preset", action="append", default=[], metavar="PRESET", help="try this one only; may "
         "be repeated (default: all)")  # fmt: skip
+    add("--backend", choices=("nccl", "gloo"), help="by which processes on GPUs talk (default: "
+        "NCCL, but gloo where some share a GPU that NCCL does not let them share)")  # fmt: skip
     add("--transport", choices=_ROUTES, default="auto", help="how messages travel (default: what "
         "strategies choose)")  # fmt: skip
     add("--precision", choices=_PRECISIONS, default=_PRECISIONS[0],
@@ -79,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from lightning_cyclic.cli.trial import run  # noqa: PLC0415
 
     presets = presets_of(arguments.preset)
-    place = _place(arguments.accelerator, arguments.devices)
+    place = _place(arguments.accelerator, arguments.devices, arguments.backend)
     print(_headline(place), flush=True)
     columns = ("preset", "workers", "messages", "steps", "compared with", "weights", "seconds")
     print(_ROW.format(*columns), flush=True)
@@ -113,7 +120,7 @@ def presets_of(given: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(given or PRESETS))
 
 
-def _place(accelerator: str, num_workers: int | None) -> Place:
+def _place(accelerator: str, num_workers: int | None, backend: str | None = None) -> Place:
     from torch import cuda  # noqa: PLC0415
 
     num_gpus = 0 if accelerator == "cpu" else cuda.device_count()
@@ -125,9 +132,33 @@ def _place(accelerator: str, num_workers: int | None) -> Place:
     size = max(2, num_gpus) if num_workers is None else num_workers
     if size < 2:
         raise PlanError(f"--devices {size} leaves nothing to compare; allowed: 2 or more")
-    devices = tuple(w % num_gpus for w in range(size)) if num_gpus else ()
-    shared = size > num_gpus > 0
-    return Place("gpu" if num_gpus else "cpu", devices, size, "gloo" if shared else None)
+    if not num_gpus:
+        if backend == "nccl":
+            raise PlanError(
+                "--backend nccl was given without a GPU; allowed: gloo on the CPU; leave it out"
+            )
+        return Place("cpu", (), size, None)
+    devices = tuple(w % num_gpus for w in range(size))
+    if size <= num_gpus:
+        return Place("gpu", devices, size, backend)
+    from lightning_cyclic.runtime.transport.shared_gpus import loaded_nccl  # noqa: PLC0415
+
+    return Place("gpu", devices, size, *_sharing(backend, loaded_nccl()))
+
+
+def _sharing(backend: str | None, nccl: Nccl) -> tuple[str, str]:
+    """Return by which backend workers talk that share GPUs, and what would let them use NCCL."""
+    if backend == "gloo":
+        return "gloo", ""
+    if not nccl.missing:
+        return "nccl", ""
+    if backend == "nccl":
+        raise PlanError(
+            f"--backend nccl was given where workers share a GPU, {nccl.refuses}; allowed: a GPU "
+            f"for each worker (--devices), or gloo; {nccl.missing}, or use --backend gloo"
+        )
+    hint = f"; they share a GPU, {nccl.refuses}: to try NCCL {nccl.missing}"
+    return "gloo", hint
 
 
 def _headline(place: Place) -> str:
@@ -137,7 +168,10 @@ def _headline(place: Place) -> str:
 
     names = dict.fromkeys(cuda.get_device_name(device) for device in place.devices)
     num_gpus = len(set(place.devices))
-    return f"{place.num_workers} workers on {num_gpus} x {', '.join(names)}"
+    where = f"{place.num_workers} workers on {num_gpus} x {', '.join(names)}"
+    if place.num_workers == num_gpus and place.backend is None:
+        return where
+    return f"{where}, {'through the host' if place.backend == 'gloo' else 'over NCCL'}{place.hint}"
 
 
 def _trials(presets: Sequence[str], place: Place, transport: str) -> Iterator[tuple[Trial, Trial]]:

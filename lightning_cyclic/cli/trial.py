@@ -1,8 +1,9 @@
 """A trial: one small fit of one preset on this process's worker, and what came out of it.
 
-The module has all that a transport can get wrong: parameters and buffers of several stages, an
-optimizer with state, validation and a checkpoint between steps, and a second epoch. Nothing in it
-is random and nothing is downloaded. Micro-batch k is the same in every trial, whoever trains it.
+The module has all that a transport can get wrong: parameters and buffers of several stages, a
+weight that the first and the last stage share, an optimizer with state, validation and a
+checkpoint between steps, and a second epoch. Nothing in it is random and nothing is downloaded.
+Micro-batch k is the same in every trial, whoever trains it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torch.utils.data import DataLoader
 from lightning_cyclic.compat import LightningEnvironment, LightningModule, ModelCheckpoint, Trainer
 from lightning_cyclic.plan import PRESETS
 from lightning_cyclic.plan.placement import Shared
-from lightning_cyclic.plan.presets import default_num_stages
+from lightning_cyclic.plan.presets import PLACEMENTS, WEIGHTS, default_num_stages
 from lightning_cyclic.plugin.strategy import PlannedStrategy
 from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.transport.choice import Route
@@ -79,7 +80,7 @@ class Trial:
     devices: Sequence[int] = ()
     backend: str | None = None
     route: Route = "auto"
-    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    precision: Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"] = "32-true"
     num_stages: int = 0
 
     def __post_init__(self) -> None:
@@ -91,6 +92,14 @@ class Trial:
         if not self.is_cut:
             return self.size
         return 1 if self.preset in _STEP_BY_STEP else max(_LEAST_MICRO, self.size)
+
+    @property
+    def has_tie(self) -> bool:
+        """Return whether the module shares a weight, which some presets refuse."""
+        preset = PRESETS.get(self.preset)
+        return preset is None or not (
+            PLACEMENTS[preset.placement].takes_turns or WEIGHTS[preset.weights].looks_ahead
+        )
 
     def _stages_of_preset(self) -> int:
         if self.preset not in PRESETS:
@@ -113,7 +122,7 @@ def train(trial: Trial, rank: int, folder: str) -> Came:
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
-    module = _Module(trial.num_stages)
+    module = _Module(trial.num_stages, has_tie=trial.has_tie)
     trainer = _trainer(trial, rank, folder)
     trainer.fit(module, _loader(trial, rank, _STEPS), _loader(trial, rank, 1, first=_STEPS))
     route = getattr(trainer.strategy, "route", "")
@@ -132,19 +141,23 @@ def digests(state: dict[str, Tensor]) -> dict[str, str]:
 
 @final
 class _Module(LightningModule):
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, has_tie: bool) -> None:
         super().__init__()
         width = _WIDTH
         blocks = [
             nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh())
             for _ in range(num_blocks)
         ]
+        self.first = nn.Linear(width, width, bias=False)
         self.blocks = nn.Sequential(*blocks)
+        self.last = nn.Linear(width, width, bias=False)
+        if has_tie:
+            self.last.weight = self.first.weight
         self.head = nn.Linear(width, _CLASSES)
 
     def _loss(self, batch: Batch) -> Tensor:
         x, y = batch
-        return F.cross_entropy(self.head(self.blocks(x)), y)
+        return F.cross_entropy(self.head(self.last(self.blocks(self.first(x)))), y)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self._loss(batch)

@@ -50,8 +50,8 @@ from lightning_cyclic.runtime.agreement import require_same_lines
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.launchers import apart_from_earlier_attempts, end_with_agent, shelter
 from lightning_cyclic.runtime.plain_copies import plain_copies
-from lightning_cyclic.runtime.transport.choice import naming_shared_gpus, refuse_shared_gpus
 from lightning_cyclic.runtime.transport.crew import Crew, naming_start
+from lightning_cyclic.runtime.transport.shared_gpus import naming_shared_gpus, refuse_shared_gpus
 from lightning_cyclic.runtime.transport.streams import ask_for_queues
 
 

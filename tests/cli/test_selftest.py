@@ -19,7 +19,10 @@ import torch
 from lightning_cyclic.cli import selftest
 from lightning_cyclic.cli.main import main
 from lightning_cyclic.cli.trial import Came, Ended, Trial, digests
+from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import PRESETS
+from lightning_cyclic.runtime.transport import shared_gpus
+from lightning_cyclic.runtime.transport.shared_gpus import Nccl
 
 COMMAND = [sys.executable, "-m", "lightning_cyclic.cli.main", "selftest", "--accelerator", "cpu"]
 
@@ -122,21 +125,49 @@ def test_a_digest_sees_every_bit() -> None:
     assert len(set(digests({"x": x, "y": x.double(), "z": x + 1}).values())) == 3
 
 
+OLD, NEW = Nccl((2, 28, 9), "1"), Nccl((2, 30, 0), "1")
+
+
 @pytest.mark.parametrize(
-    ("num_gpus", "asked", "expected"),
+    ("num_gpus", "asked", "backend", "nccl", "expected"),
     [
-        (0, None, ("cpu", (), 2, None)), (0, 4, ("cpu", (), 4, None)),
-        (1, None, ("gpu", (0, 0), 2, "gloo")), (2, None, ("gpu", (0, 1), 2, None)),
-        (4, None, ("gpu", (0, 1, 2, 3), 4, None)), (4, 2, ("gpu", (0, 1), 2, None)),
-        (2, 3, ("gpu", (0, 1, 0), 3, "gloo")),
+        (0, None, None, OLD, ("cpu", (), 2, None)), (0, 4, "gloo", OLD, ("cpu", (), 4, None)),
+        (1, None, None, OLD, ("gpu", (0, 0), 2, "gloo")),
+        (1, None, None, NEW, ("gpu", (0, 0), 2, "nccl")),
+        (1, 4, "gloo", NEW, ("gpu", (0, 0, 0, 0), 4, "gloo")),
+        (2, None, None, OLD, ("gpu", (0, 1), 2, None)),
+        (4, None, "gloo", OLD, ("gpu", (0, 1, 2, 3), 4, "gloo")),
+        (4, 2, None, OLD, ("gpu", (0, 1), 2, None)),
+        (2, 3, "nccl", NEW, ("gpu", (0, 1, 0), 3, "nccl")),
     ],
 )  # fmt: skip
 def test_where_it_runs(
-    monkeypatch: pytest.MonkeyPatch, num_gpus: int, asked: int | None, expected: object
+    monkeypatch: pytest.MonkeyPatch,
+    num_gpus: int,
+    asked: int | None,
+    backend: str | None,
+    nccl: Nccl,
+    expected: object,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    assert selftest._place("auto", asked) == expected
+    monkeypatch.setattr(shared_gpus, "loaded_nccl", lambda: nccl)
+    place = selftest._place("auto", asked, backend)
+    assert place[:4] == expected
+    assert bool(place.hint) == (nccl is OLD and backend is None and num_gpus == 1)
     assert selftest._place("cpu", asked).devices == ()
+
+
+def test_where_nccl_lets_no_workers_share_a_gpu_it_says_what_to_set() -> None:
+    assert selftest._sharing(None, OLD) == (
+        "gloo",
+        "; they share a GPU, which NCCL 2.28.9 refuses: to try NCCL load NCCL 2.30 or later in "
+        "front of it (LD_PRELOAD=/path/to/libnccl.so.2)",
+    )
+    _, hint = selftest._sharing(None, NEW._replace(setting=""))
+    assert hint.endswith(": to try NCCL export NCCL_MULTI_RANK_GPU_ENABLE=1")
+    text = "share a GPU, which NCCL 2.28.9 refuses; allowed: .*; load NCCL 2.30 .* --backend gloo"
+    with pytest.raises(PlanError, match=text):
+        selftest._sharing("nccl", OLD)
 
 
 def test_all_presets_that_run_are_tried_and_some_alone() -> None:
@@ -157,6 +188,7 @@ def test_all_presets_that_run_are_tried_and_some_alone() -> None:
     [
         ("--preset dualpipe", "--preset 'dualpipe' is unknown; allowed: cyclic_dp,"),
         ("--devices 1", "--devices 1 leaves nothing to compare; allowed: 2 or more"),
+        ("--backend nccl", "--backend nccl was given without a GPU; allowed: gloo on the CPU"),
         ("--accelerator gpu", "torch sees no GPU; allowed: auto or cpu here"),
         ("--accelerator tpu", "invalid choice: 'tpu'"),
     ],
@@ -192,3 +224,12 @@ def test_the_numbers_of_a_trial() -> None:
     assert numbers("1f1b", 2, is_cut=True) == (2, 4)
     assert numbers("pipedream", 2, is_cut=True) == (2, 1)
     assert numbers("cyclic_mp", 6, is_cut=True) == (3, 6)
+
+
+def test_all_presets_that_allow_it_share_a_weight() -> None:
+    def has_tie(preset: str) -> bool:
+        return Trial(preset=preset, num_workers=1, size=2, is_cut=True).has_tie
+
+    refuse = {preset for preset in PRESETS if not has_tie(preset)}
+    assert refuse == {"cyclic_mp", "pipeoptim", "spectrain"}
+    assert has_tie("")  # as Lightning alone is compared with those that have one

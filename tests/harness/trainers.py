@@ -21,6 +21,8 @@ from tests.modules.classifier import Classifier, micro_batches
 def make_trainer(strategy: Any, **flags: Any) -> Trainer:
     """Make a quiet Trainer for the ranks that :mod:`tests.processes` started."""
     quiet = {
+        "accelerator": "cpu",
+        "devices": 1,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -28,8 +30,7 @@ def make_trainer(strategy: Any, **flags: Any) -> Trainer:
         "use_distributed_sampler": False,
     }
     return Trainer(
-        accelerator="cpu", devices=1, num_nodes=here().num_ranks, strategy=strategy_of(strategy),
-        **(quiet | flags),
+        num_nodes=here().num_ranks, strategy=strategy_of(strategy), **(quiet | flags)
     )  # fmt: skip
 
 

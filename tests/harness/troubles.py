@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -44,7 +45,8 @@ def name_of(rank: int | str) -> str:
 def waited(rank: int | str, peer: int | str, phase: str = r"in step \d+") -> str:
     """Return the pattern of a first line: who waited for whom, for how long, for what, when."""
     by = name_of(rank)
-    silent = f"(?:; {name_of('[0-9]')} did not answer)?"
+    alone = f"{name_of(0)}, through which ranks find each other, cannot be reached from {by}"
+    silent = f"(?:; {name_of('[0-9]')} did not answer|; {alone})?"
     what = f"{DO}, {phase}: it did not come in time"
     return f"^{by} waited [0-9.]+ s for {name_of(peer)} {what}{silent}\\.$"
 
@@ -145,6 +147,11 @@ def fail() -> None:
     raise ZeroDivisionError("the batch is broken")
 
 
+def run_out_of_memory() -> None:
+    """Ask for more than any machine can address, of the GPU where this rank has one."""
+    torch.empty(10**17, dtype=torch.uint8, device="cuda" if torch.cuda.is_initialized() else "cpu")
+
+
 class Trap(nn.Module):
     """Meet trouble in the forward of one micro-batch; what goes in comes out.
 
@@ -209,9 +216,11 @@ def batches() -> DataLoader[Any]:
 
 
 def strategy_of(
-    preset: str, num_ranks: int, timeout_s: float = TIMEOUT_S, route: Route = "auto"
-) -> PlannedStrategy:
+    preset: str, num_ranks: int, timeout_s: float = TIMEOUT_S, route: Route = "auto",
+    backend: str | None = None,
+) -> PlannedStrategy:  # fmt: skip
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "transport": route}
+    options |= {"process_group_backend": backend}
     if preset in PIPELINES:
         starts = ["layers.2"] if num_ranks == 2 else ["layers.1", "layers.2", "layers.3"]
         options |= {"stages": starts, "num_microbatches": NUM_MICRO}
@@ -221,22 +230,26 @@ def strategy_of(
 def fit(
     trouble: Callable[[], None], culprit: int, preset: str, timeout_s: float = TIMEOUT_S,
     bad_batch: int = BAD_BATCH, route: Route = "auto", phase: str = "train", rounds: int = 1,
+    on_gpu: bool = False,
 ) -> Troubled | TroubledStage:  # fmt: skip
-    """Train, with trouble on a worker; in a pipeline, in a layer."""
+    """Train, with trouble on a worker; in a pipeline, in a layer; on a GPU over NCCL."""
     n = processes.here().num_ranks
-    strategy = strategy_of(preset, n, timeout_s, route)
+    strategy = strategy_of(preset, n, timeout_s, route, "nccl" if on_gpu else None)
+    place: dict[str, Any] = {"accelerator": "gpu", "devices": [0]} if on_gpu else {}
+    if on_gpu:
+        warnings.simplefilter("ignore")  # what torch says of a GPU is no matter here
     if preset in PIPELINES:
         stage = TroubledStage(trouble, culprit, phase)
         trainer = make_trainer(
             strategy, max_epochs=2 * rounds, limit_val_batches=2 if phase == "val" else 0,
-            num_sanity_val_steps=0,
+            num_sanity_val_steps=0, **place,
         )  # fmt: skip
         MADE.append(stage)
         trainer.fit(stage, batches(), batches())
         return stage
     module = Troubled(trouble, culprit, bad_batch)
     MADE.append(module)
-    trainer = make_trainer(strategy, max_epochs=1)
+    trainer = make_trainer(strategy, max_epochs=1, **place)
     trainer.fit(module, loader(MicroBatches(module.kind, 20 * rounds * n)))
     return module
 
@@ -296,3 +309,62 @@ def errors_of(
 
 def rank_of(culprit: int, preset: str, num_ranks: int) -> int:
     return rank_of_layer(culprit, num_ranks) if preset in PIPELINES else culprit
+
+
+def assert_death_is_told(
+    errors: dict[int, str], num_ranks: int, culprit: int, preset: str
+) -> None:
+    """Look for who died, in what every other rank says, and for what it waited then."""
+    victim = rank_of(culprit, preset, num_ranks)
+    assert errors.pop(victim) == processes.WORDLESS
+    assert len(errors) == num_ranks - 1
+    for r, text in errors.items():
+        assert "PeerError: " in text, text
+        assert re.match(name_of(victim) + " ended without a word of why", said_by(text)), text
+        if "Possible causes" not in text:
+            assert_stopped(text, r, victim)
+            continue
+        assert re.match(gone(victim, r), said_by(text)), text
+        assert_told(text, r, victim)
+        if preset in PIPELINES:
+            assert f"(stage {num_ranks - 1 - victim}) ended" in text
+            assert_drawn(text, r, num_ranks)
+    # with rank 0 goes the store, and that is known everywhere
+    assert victim == 0 or any("Possible causes" in text for text in errors.values())
+
+
+def assert_silence_is_told(
+    errors: dict[int, str], num_ranks: int, culprit: int, preset: str
+) -> None:
+    """Look for who was silent, in what every other rank says, and for what it waited."""
+    bad = rank_of(culprit, preset, num_ranks)
+    assert errors.pop(bad).startswith("did not end")
+    assert len(errors) == num_ranks - 1
+    assert any("WaitTimeoutError: " in text for text in errors.values())
+    assert any(f"Look at the log of rank {bad}." in text for text in errors.values())
+    for r, text in errors.items():
+        if "WaitTimeoutError: " not in text:
+            assert_stopped(text, r, *range(num_ranks))
+            continue
+        assert re.match(waited(r, r"\d"), said_by(text), re.MULTILINE), text
+        if preset in PIPELINES:
+            assert_told(text, r, *range(num_ranks))
+            assert_drawn(text, r, num_ranks)
+        else:
+            assert re.search(rf"; {name_of(bad)} did not answer\.", text), text
+            assert_told(text, r, bad)
+
+
+def assert_lack_of_memory_is_told(
+    errors: dict[int, str], num_ranks: int, culprit: int, preset: str, whose: str
+) -> None:
+    """Look for whose memory was lacking, on the rank itself and in what every other one says."""
+    bad = rank_of(culprit, preset, num_ranks)
+    lacking = f"out of the {whose}'s memory"
+    assert lacking in errors.pop(bad)
+    assert len(errors) == num_ranks - 1
+    for r, text in errors.items():
+        said = said_by(text)
+        assert re.match(rf"{name_of(bad)} failed in step \d+: {lacking}", said), text
+        because = rf"; this rank \({r}\) stopped because of it\. Look at the log of rank {bad}\."
+        assert re.search(rf"{because} To need less memory, use one of: ", said), text

@@ -33,9 +33,10 @@ from tests.harness.troubles import (
     STOPS,
     TIMEOUT_S,
     Troubled,
-    assert_drawn,
+    assert_death_is_told,
+    assert_lack_of_memory_is_told,
+    assert_silence_is_told,
     assert_stopped,
-    assert_told,
     assert_told_of_stop,
     be_interrupted,
     die,
@@ -44,11 +45,10 @@ from tests.harness.troubles import (
     fit,
     fit_and_linger,
     freeze,
-    gone,
     name_of,
     rank_of,
+    run_out_of_memory,
     said_by,
-    waited,
 )
 from tests.modules.classifier import Classifier, MicroBatches, loader
 
@@ -66,22 +66,7 @@ def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
     num_ranks: int, culprit: int, preset: str
 ) -> None:
     errors = errors_of(fit, num_ranks, die, culprit, preset)
-    victim = rank_of(culprit, preset, num_ranks)
-    assert errors.pop(victim) == processes.WORDLESS
-    assert len(errors) == num_ranks - 1
-    for r, text in errors.items():
-        assert "PeerError: " in text, text
-        assert re.match(name_of(victim) + " ended without a word of why", said_by(text)), text
-        if "Possible causes" not in text:
-            assert_stopped(text, r, victim)
-            continue
-        assert re.match(gone(victim, r), said_by(text)), text
-        assert_told(text, r, victim)
-        if preset in PIPELINES:
-            assert f"(stage {num_ranks - 1 - victim}) ended" in text
-            assert_drawn(text, r, num_ranks)
-    # with rank 0 goes the store, and that is known everywhere
-    assert victim == 0 or any("Possible causes" in text for text in errors.values())
+    assert_death_is_told(errors, num_ranks, culprit, preset)
 
 
 @pytest.mark.parametrize(("num_ranks", "culprit", "preset"), [(4, 2, "cyclic_dp"), (2, 0, "1f1b")])
@@ -90,21 +75,17 @@ def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited(
 ) -> None:
     bad = rank_of(culprit, preset, num_ranks)
     errors = errors_of(fit, num_ranks, freeze, culprit, preset, 3.0, frozen={bad})
-    assert errors.pop(bad).startswith("did not end")
-    assert len(errors) == num_ranks - 1
-    assert any("WaitTimeoutError: " in text for text in errors.values())
-    assert any(f"Look at the log of rank {bad}." in text for text in errors.values())
-    for r, text in errors.items():
-        if "WaitTimeoutError: " not in text:
-            assert_stopped(text, r, *range(num_ranks))
-            continue
-        assert re.match(waited(r, r"\d"), said_by(text), re.MULTILINE), text
-        if preset in PIPELINES:
-            assert_told(text, r, *range(num_ranks))
-            assert_drawn(text, r, num_ranks)
-        else:
-            assert re.search(rf"; {name_of(bad)} did not answer\.", text), text
-            assert_told(text, r, bad)
+    assert_silence_is_told(errors, num_ranks, culprit, preset)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "culprit", "preset"), [(2, 1, "cyclic_dp"), more(4, 1, "1f1b")]
+)
+def test_a_worker_that_runs_out_of_memory_says_so_to_all(
+    num_ranks: int, culprit: int, preset: str
+) -> None:
+    errors = errors_of(fit, num_ranks, run_out_of_memory, culprit, preset)
+    assert_lack_of_memory_is_told(errors, num_ranks, culprit, preset, "host")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What only a GPU can show; each test runs on the CPU, too, as far as that goes.
 
-One GPU is enough here. What takes two is `lightning-cyclic selftest`.
+One GPU is enough here. Ranks that share it over NCCL are in `test_nccl.py`.
 """
 
 from __future__ import annotations
@@ -149,15 +149,6 @@ def pruned_and_dense(device: str, compute: Any) -> list[Any]:
 def test_states_of_pruned_networks_on_a_device(compute: str, device: str) -> None:
     ((found, expected),) = processes.run(pruned_and_dense, 1, device, compute)
     assert_same(found, expected)
-
-
-@pytest.mark.multi
-@pytest.mark.gpu
-def test_workers_that_share_a_gpu_over_nccl_are_told_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(processes.RanksFailedError) as caught:
-        processes.run(tried, 2, trial("1f1b", "cuda", 2), str(tmp_path))
-    assert "ConfigurationError" in str(caught.value)
-    assert 'use process_group_backend="gloo"' in str(caught.value)
 
 
 # ---------------------------------------------------------------------- the host goes on

@@ -1,16 +1,16 @@
 """The choice of a transport: by where tensors live, and by who shares a GPU.
 
 tensors of the host                        named         gloo matches messages by tags
-a GPU for each worker, over NCCL           edges         a group of two for each channel
-a GPU for several workers, or over gloo    host_staged   named, with a copy on the host
+GPUs, over NCCL                            edges         a group of two for each channel
+GPUs, over gloo                            host_staged   named, with a copy on the host
+
+Several workers may share a GPU over NCCL where :mod:`~.shared_gpus` says so, else over gloo.
 """
 
 from __future__ import annotations
 
 import socket
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -23,16 +23,10 @@ from lightning_cyclic.runtime.transport.base import AbstractTransport, CountingT
 from lightning_cyclic.runtime.transport.edges import LateEdges
 from lightning_cyclic.runtime.transport.host_staged import HostStagedTransport
 from lightning_cyclic.runtime.transport.named import NamedTransport
+from lightning_cyclic.runtime.transport.shared_gpus import Nccl, loaded_nccl, refuse_sharing
 
 Route = Literal["auto", "named", "edges", "host_staged"]
 """How messages travel: what transport=... may be."""
-
-_DUPLICATE = "Duplicate GPU"  # so NCCL calls it
-_INSTEAD = (
-    "allowed: a GPU for each worker, or gloo in the place of NCCL; use "
-    'process_group_backend="gloo", with which messages travel through the '
-    "host's memory"
-)
 
 
 def link(
@@ -57,8 +51,13 @@ def link(
     if assembly.is_alone:
         route = "named"  # nothing travels
     elif device.type == "cuda":
-        devices = assembly.share(_identity(device), "to say which GPU each has")
-        route = route_on_gpus(route, devices, has_nccl="cuda:nccl" in dist.get_backend_config())
+        over_nccl = "cuda:nccl" in dist.get_backend_config()
+        nccl = loaded_nccl() if over_nccl else Nccl((), "")
+        told = assembly.share((_identity(device), *nccl), "to say which GPU each has")
+        # all ranks look at the oldest, so that all of them say the same
+        oldest = min(Nccl(version, setting) for _, version, setting in told)
+        gpus = [gpu for gpu, *_ in told]
+        route = route_on_gpus(route, gpus, oldest if over_nccl else None)
     elif route == "auto":
         route = "named"
     made: AbstractTransport = named
@@ -69,80 +68,42 @@ def link(
     return CountingTransport(made, route=route)
 
 
-def route_on_gpus(route: Route, devices: Sequence[str], *, has_nccl: bool) -> Route:
+def route_on_gpus(route: Route, devices: Sequence[str], nccl: Nccl | None) -> Route:
     """Choose for workers on GPUs, or check what the user chose.
 
     Args:
         route: what the user chose.
         devices: the GPU of each rank; several have one where it is the same.
-        has_nccl: whether the default process group sends tensors of GPUs over NCCL.
+        nccl: by which the default process group sends tensors of GPUs, if it does.
 
     Raises:
-        ConfigurationError: NCCL with several workers on a GPU, or a route that takes no GPU.
+        ConfigurationError: an NCCL that does not let workers share a GPU with several on one, or
+            a route that takes no GPU.
 
     Example:
-        >>> route_on_gpus("auto", ["a", "b"], has_nccl=True)
+        >>> route_on_gpus("auto", ["a", "a"], Nccl((2, 32, 3), "1"))
         'edges'
-        >>> route_on_gpus("auto", ["a", "a"], has_nccl=False)
+        >>> route_on_gpus("auto", ["a", "a"], None)
         'host_staged'
     """
-    sharing = _sharing(devices)
-    if sharing and has_nccl:
-        raise ConfigurationError(f"{sharing} share a GPU, which NCCL refuses; {_INSTEAD}")
+    if nccl is not None:
+        refuse_sharing(devices, nccl)
     if route == "auto":
-        return "edges" if has_nccl else "host_staged"
+        return "host_staged" if nccl is None else "edges"
     if route == "named":
         raise ConfigurationError(
             "transport='named' was chosen for workers on GPUs; allowed: tensors in the host's "
             "memory, which is all that gloo's messages take; use transport='auto' or "
             "'host_staged', or Trainer(accelerator='cpu')"
         )
-    if route == "edges" and not has_nccl:
+    if route == "edges" and nccl is None:
         raise ConfigurationError(
-            "transport='edges' was chosen for workers on GPUs without NCCL; allowed: NCCL, with "
-            "a GPU for each worker; leave process_group_backend out, or use transport='auto'"
+            "transport='edges' was chosen for workers on GPUs without NCCL; allowed: NCCL; leave "
+            "process_group_backend out, or use transport='auto'"
         )
     return route
-
-
-def refuse_shared_gpus(devices: Sequence[torch.device] | None, *, has_nccl: bool) -> None:
-    """Refuse early that workers of one process's list share a GPU over NCCL.
-
-    Raises:
-        ConfigurationError: some device is named twice.
-    """
-    on_gpus = [str(device) for device in devices or () if device.type == "cuda"]
-    if has_nccl and (sharing := _sharing(on_gpus)):
-        raise ConfigurationError(f"{sharing} share a GPU, which NCCL refuses; {_INSTEAD}")
-
-
-@contextmanager
-def naming_shared_gpus() -> Iterator[None]:
-    """Run the body, in which NCCL connects; where workers share a GPU, say what to do.
-
-    Raises:
-        ConfigurationError: NCCL has found two workers on a GPU.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if _DUPLICATE not in str(error):
-            raise
-        raise ConfigurationError(
-            f"several workers share a GPU, which NCCL refuses ({str(error).splitlines()[-1]}); "
-            f"{_INSTEAD}"
-        ) from error
 
 
 def _identity(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     return f"{socket.gethostname()}/{getattr(properties, 'uuid', device.index)}"
-
-
-def _sharing(devices: Sequence[str]) -> str:
-    """Name the first ranks that share a device; nothing where none do."""
-    ranks = defaultdict(list)
-    for rank, device in enumerate(devices):
-        ranks[device].append(f"{rank}")
-    shared = next((each for each in ranks.values() if len(each) > 1), [])
-    return f"ranks {', '.join(shared[:-1])} and {shared[-1]}" if shared else ""

@@ -1,7 +1,7 @@
 """The host-staged transport: several workers on one GPU, whose messages travel by the host.
 
-NCCL refuses two ranks on one GPU, and gloo takes no tensor of a GPU. So what is sent is copied
-to the host first, and what has come is copied back:
+NCCL mostly refuses two ranks on one GPU, and gloo takes no tensor of a GPU. So what is sent is
+copied to the host first, and what has come is copied back:
 
     isend   copy to the host (side stream) -> event -> thread: waits for it, inner.isend
     irecv   inner.irecv into the host's memory -> wait: copy back (side stream) -> event

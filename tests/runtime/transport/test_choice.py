@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,74 +11,50 @@ from lightning_cyclic import CyclicStrategy
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.transport import HostStagedTransport, NamedTransport, choice
-from lightning_cyclic.runtime.transport.choice import (
-    link,
-    naming_shared_gpus,
-    refuse_shared_gpus,
-    route_on_gpus,
-)
+from lightning_cyclic.runtime.transport.choice import link, route_on_gpus
 from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.edges import LateEdges
+from lightning_cyclic.runtime.transport.shared_gpus import Nccl
 from tests.harness import processes
 from tests.runtime.transport.rings import join
 
 APART, TOGETHER = ["host/a", "host/b", "host/c"], ["host/a", "host/b", "host/a"]
-USE_GLOO = '; use process_group_backend="gloo"'
+OLD, NEW = Nccl((2, 28, 9), "1"), Nccl((2, 30, 7), "1")
 
 
 @pytest.mark.parametrize(
-    ("route", "devices", "has_nccl", "expected"),
+    ("route", "devices", "nccl", "expected"),
     [
-        ("auto", APART, True, "edges"), ("auto", APART, False, "host_staged"),
-        ("auto", TOGETHER, False, "host_staged"), ("edges", APART, True, "edges"),
-        ("host_staged", APART, True, "host_staged"),
-        ("host_staged", TOGETHER, False, "host_staged"),
+        ("auto", APART, OLD, "edges"), ("auto", APART, None, "host_staged"),
+        ("auto", TOGETHER, None, "host_staged"), ("edges", APART, OLD, "edges"),
+        ("host_staged", APART, OLD, "host_staged"),
+        ("host_staged", TOGETHER, None, "host_staged"),
+        ("auto", TOGETHER, NEW, "edges"), ("edges", TOGETHER, NEW, "edges"),
+        ("host_staged", TOGETHER, NEW, "host_staged"),
     ],
 )  # fmt: skip
 def test_the_route_between_gpus(
-    route: Any, devices: list[str], has_nccl: bool, expected: str
+    route: Any, devices: list[str], nccl: Nccl | None, expected: str
 ) -> None:
-    assert route_on_gpus(route, devices, has_nccl=has_nccl) == expected
+    assert route_on_gpus(route, devices, nccl) == expected
 
 
 @pytest.mark.parametrize(
-    ("route", "devices", "has_nccl", "text"),
+    ("route", "devices", "nccl", "text"),
     [
-        ("auto", TOGETHER, True, "ranks 0 and 2 share a GPU, which NCCL refuses.*" + USE_GLOO),
-        ("host_staged", TOGETHER, True, "ranks 0 and 2 share a GPU"),
-        ("edges", TOGETHER, False, "leave process_group_backend out"),
-        ("edges", APART, False, "leave process_group_backend out"),
-        ("named", APART, True, "in the host's memory.*; use transport='auto'"),
+        ("auto", TOGETHER, OLD, "ranks 0 and 2 share a GPU, which NCCL 2.28.9 refuses; "),
+        ("host_staged", TOGETHER, OLD, "ranks 0 and 2 share a GPU"),
+        ("edges", TOGETHER, NEW._replace(setting=""), "ranks 0 and 2 .* refuses unless NCCL_MULT"),
+        ("edges", TOGETHER, None, "leave process_group_backend out"),
+        ("edges", APART, None, "leave process_group_backend out"),
+        ("named", APART, NEW, "in the host's memory.*; use transport='auto'"),
     ],
 )
 def test_what_does_not_go_with_gpus_is_refused(
-    route: Any, devices: list[str], has_nccl: bool, text: str
+    route: Any, devices: list[str], nccl: Nccl | None, text: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        route_on_gpus(route, devices, has_nccl=has_nccl)
-
-
-def test_one_gpu_named_twice_is_refused_before_anybody_connects() -> None:
-    gpu, other = torch.device("cuda", 0), torch.device("cuda", 1)
-    refuse_shared_gpus(None, has_nccl=True)
-    refuse_shared_gpus([gpu, other], has_nccl=True)
-    refuse_shared_gpus([gpu, gpu], has_nccl=False)
-    refuse_shared_gpus([torch.device("cpu")] * 2, has_nccl=True)
-    for refuse in (
-        partial(refuse_shared_gpus, [gpu, gpu, gpu], has_nccl=True),
-        CyclicStrategy(parallel_devices=[gpu, gpu, gpu]).setup_distributed,
-    ):
-        with pytest.raises(ConfigurationError, match="ranks 0, 1 and 2 share a GPU.*" + USE_GLOO):
-            refuse()
-
-
-def test_what_nccl_says_of_a_shared_gpu_is_told_with_what_to_do() -> None:
-    said = "NCCL error\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on 1000"
-    with pytest.raises(ConfigurationError, match="rank 1 and rank 0 both on.*" + USE_GLOO):  # noqa: SIM117
-        with naming_shared_gpus():
-            raise RuntimeError(said)
-    with pytest.raises(RuntimeError, match="^something else$"), naming_shared_gpus():
-        raise RuntimeError("something else")
+        route_on_gpus(route, devices, nccl)
 
 
 def linked(route: Any, device: str) -> tuple[str, str, str]:
@@ -109,6 +84,27 @@ def test_all_workers_make_one_kind(
     made = processes.run(linked, num_ranks, route, device)
     names = {NamedTransport: "named", LateEdges: "edges", HostStagedTransport: "host_staged"}
     assert made == [(names[expected], expected.__name__, "gloo")] * num_ranks
+
+
+def refused(versions: list[tuple[int, ...]]) -> str:
+    """Link workers that share a GPU, each with an NCCL of its own; return what that says."""
+    join()
+    mine = Nccl(versions[torch.distributed.get_rank()], "1")
+    choice._identity = lambda device: "host/a"  # type: ignore[assignment]
+    choice.loaded_nccl = lambda: mine  # type: ignore[assignment]
+    torch.distributed.get_backend_config = lambda *_: "cuda:nccl"
+    assembly = Assembly(Crew(20.0))
+    with pytest.raises(ConfigurationError) as caught:
+        link("auto", torch.device("cuda"), assembly)
+    assembly.meet("to end")
+    return str(caught.value)
+
+
+@pytest.mark.multi
+def test_all_workers_refuse_where_one_has_an_nccl_that_is_too_old() -> None:
+    first, second = processes.run(refused, 2, [(2, 30, 0), (2, 28, 9)])
+    assert first == second
+    assert "ranks 0 and 1 share a GPU, which NCCL 2.28.9 refuses" in first
 
 
 def test_an_unknown_route_is_refused() -> None:
