@@ -66,6 +66,7 @@ class Device:
     def __init__(self) -> None:
         self.faults: list[str] = []
         self.operations = 0
+        self.waited: list[str] = []  # for which receives the host has waited
         self.seen: Clock = {}  # by the host: what is launched from now on comes behind it
         self._clocks: dict[int, Clock] = {_MAIN: {}}
         self._memory: dict[int, Memory] = {}
@@ -333,7 +334,8 @@ class Watched(AbstractTransport):
             self._device.do(one if is_send else [], [] if is_send else one, [], name)
             self._device.keep(data)
             self._device._local.aside = True
-        return _Pending(pending, self._device, data, self._device.clock(stream))
+        received = "" if is_send else f"{ring.payload} of stage {ring.j}"
+        return _Pending(pending, self._device, data, self._device.clock(stream), received)
 
     def _stream(self, channel: Channel) -> int:
         with self._lock:
@@ -356,12 +358,17 @@ class Watched(AbstractTransport):
 
 @final
 class _Pending(AbstractPending):
-    def __init__(self, inner: AbstractPending, device: Device, data: Tensor, clock: Clock) -> None:
+    def __init__(
+        self, inner: AbstractPending, device: Device, data: Tensor, clock: Clock, received: str
+    ) -> None:
         self._inner, self._device, self._data, self._clock = inner, device, data, clock
+        self._received = received
         self._is_seen = False
 
     @override
     def wait(self) -> None:
+        if self._received:
+            self._device.waited.append(self._received)
         with self._device.aside():
             self._inner.wait()
         self._device.see(self._clock)

@@ -5,6 +5,7 @@ On the CPU the same rows run over gloo, by the transport of NCCL: a group of two
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from functools import partial
 from itertools import product
@@ -12,14 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_cyclic.cli import trial as trials
 from lightning_cyclic.cli.trial import Came, Trial
 from lightning_cyclic.plan import PRESETS
+from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.transport.shared_gpus import loaded_nccl
 from tests.harness import processes
 from tests.harness.rows import more
+from tests.harness.trainers import make_trainer
 from tests.harness.troubles import (
     assert_death_is_told,
     assert_lack_of_memory_is_told,
@@ -112,6 +118,106 @@ def test_compiled_blocks_have_the_bits_of_one_process(
     preset: str, device: str, tmp_path: Path
 ) -> None:
     assert_bits_of_one(preset, 2, device, tmp_path, tried_compiled)
+
+
+def tried_in_float8(given: Trial, folder: str) -> Came:
+    """Train with matrix products in float8, as torchao has them."""
+    float8 = pytest.importorskip("torchao.float8")
+    plain = trials._Module
+
+    def converted(*args: Any, **options: Any) -> nn.Module:
+        module = plain(*args, **options)
+        float8.convert_to_float8_training(module.blocks)
+        return module
+
+    trials._Module = converted  # type: ignore[misc, assignment]  # in this process, which ends
+    return tried(given, folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(MISSING), reason=f"ranks may not share a GPU: {MISSING}")
+@pytest.mark.parametrize("preset", FOUR)
+def test_products_in_float8_have_the_bits_of_one_process(preset: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao.float8")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no float8")
+    more = {"precision": "bf16-true"}
+    assert_bits_of_one(preset, 2, "cuda", tmp_path, tried_in_float8, **more)
+
+
+# ---------------------------------------------------------------------- the host is ahead
+
+LAYER_S = 0.02
+CYCLES = 40_000_000  # that a GPU sleeps in a layer: 20 ms or more at 2 GHz or less
+
+
+class Sleeping(nn.Module):
+    """Keep the GPU busy, and not the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.cuda._sleep(CYCLES)
+        return torch.tanh(self.layer(x))
+
+
+class Tower(LightningModule):
+    """Have four such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(Sleeping() for _ in range(4)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Ahead(Callback):
+    """Measure how long the GPU is busy behind the last launch of a step; refuse that it waits."""
+
+    def __init__(self) -> None:
+        self.ahead_s: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, k: int) -> None:
+        if 3 < k < trainer.num_training_batches - 1:  # the first steps look around
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, k: int
+    ) -> None:
+        if torch.cuda.get_sync_debug_mode() == 0:
+            return
+        torch.cuda.set_sync_debug_mode("default")
+        launched_s = time.perf_counter()
+        torch.cuda.synchronize()
+        self.ahead_s.append(time.perf_counter() - launched_s)
+
+
+def ahead(preset: str) -> list[float]:
+    is_cut = PRESETS[preset].placement != "replicated"
+    options = {"num_microbatches": 4} if is_cut else {}
+    strategy = make_strategy(preset, stages=2, process_group_backend="nccl", **options)
+    measured = Ahead()
+    trainer = make_trainer(
+        strategy, max_epochs=1, accelerator="gpu", devices=[0], callbacks=[measured]
+    )
+    trainer.fit(Tower(), DataLoader(list(torch.randn(10, 8, 16)), batch_size=None))
+    return measured.ahead_s
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(MISSING), reason=f"ranks may not share a GPU: {MISSING}")
+@pytest.mark.parametrize("preset", ["1f1b", "cyclic_pipeline", "cyclic_dp", "cyclic_zero"])
+def test_the_host_has_launched_a_step_before_the_gpu_has_done_it(preset: str) -> None:
+    for ahead_s in processes.run(ahead, 2, preset, **LIMITS):
+        assert len(ahead_s) == 5
+        assert min(ahead_s) > LAYER_S  # a stage has two layers, of which one is a run at least
 
 
 @pytest.mark.gpu

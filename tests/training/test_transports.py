@@ -78,6 +78,7 @@ def on_a_device() -> Iterator[None]:
         yield
     assert device.operations > MANY
     device.check()
+    assert device.waited == []
 
 
 ROUTES = {"nccl": over_nccl, "device": on_a_device}
