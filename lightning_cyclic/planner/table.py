@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, final
 
+from lightning_cyclic.plan import program_of
 from lightning_cyclic.planner.candidates import Problem
 from lightning_cyclic.planner.ring import ALIKE
 from lightning_cyclic.planner.search import RankedPlan, Ranking
@@ -142,7 +143,9 @@ def _notes(ranking: Ranking) -> Iterator[str]:
     yield ""
     yield f"1: {written(ranking.plans[0])}"
     fullest = max(ranking.plans[0].fit.memory, key=lambda worker: worker.total)
+    most = max(program_of(ranking.plans[0].fit.plan).communicators.values(), default=0)
     text = f"its fullest worker keeps {_parts(fullest)}"
+    text += f"; on GPUs a worker is in {most} NCCL communicators at most" if most else ""
     yield from wrap(text, _WIDTH - 1, initial_indent="   ", subsequent_indent="   ")
 
 

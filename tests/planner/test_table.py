@@ -24,7 +24,8 @@ stale: updates that forwards are behind, mean and most
 
 1: PipelineStrategy("cyclic_pipeline", stages=["h.2", "h.3"], num_microbatches=8)
    its fullest worker keeps 2 MB of parameters, 2 MB of versions, 2 MB of gradients, 4 MB of
-   optimizer, 12 MB of activations, 150 kB of inputs, 50 kB of returns
+   optimizer, 12 MB of activations, 150 kB of inputs, 50 kB of returns; on GPUs a worker is in 4
+   NCCL communicators at most
 """
 
 
