@@ -330,7 +330,10 @@ class Messages:
     def settle(self) -> None:
         """Wait on the host until what was sent has left, and what was received has come."""
         for port in list(self._ports.values()):
-            for sent in (*port.joined, *self._under_way(port)):
+            under_way = self._under_way(port)
+            for sent in under_way:  # all limits count from when the device comes to this
+                self._join(sent.pending, sent.action)
+            for sent in (*port.joined, *under_way):
                 self._end(sent)
             port.under_way.clear()
             port.joined.clear()

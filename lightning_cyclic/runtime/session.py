@@ -22,6 +22,7 @@ from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.transport import CountingTransport
+from lightning_cyclic.runtime.transport.crew import heard
 from lightning_cyclic.runtime.weight_watch import StillBuffers, WeightWatch
 
 
@@ -130,6 +131,8 @@ class AbstractSession(ABC):
             crew, first = self.transport.crew, self.transport.error
             if first is not None and not isinstance(error, PeerError | WaitTimeoutError):
                 # what streams waited for has not come, and they went on with what was there
+                words = crew.failure()
+                first = first if words is None else PeerError(heard(words, self.rank))
                 error.add_note(f"Before that: {first}")
                 error = first
             crew.tell(words_of(error, crew.names, self.when, todo))

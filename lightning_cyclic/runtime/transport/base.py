@@ -268,7 +268,7 @@ class Work(AbstractPending):
 class Gone(AbstractPending):
     """Stand for a message that cannot begin."""
 
-    def __init__(self, error: OSError) -> None:
+    def __init__(self, error: Exception) -> None:
         self._error = error
 
     def wait(self) -> None:

@@ -16,6 +16,7 @@ whether what streams wait for comes in time.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -71,7 +72,7 @@ class MessageStreams:
             data: what is sent, or written.
         """
         if self.error is not None:
-            return Gone(ConnectionError(str(self.error)))
+            return Gone(self.error)
         try:
             return _Streamed(self, start(), data)
         except RuntimeError as error:
@@ -83,8 +84,12 @@ class MessageStreams:
         """Return a context in which the current stream is one that has nothing to do."""
         return self._streams.on(self._aside)
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: dist.Work, *, is_watched: bool) -> None:
         """Block the host until a message has run.
+
+        Args:
+            is_watched: whether a stream waits for it, too, whose limit counts from there on: the
+                host may be here long before the device.
 
         Raises:
             TimeoutError: some message has not run in time.
@@ -92,7 +97,8 @@ class MessageStreams:
         """
         self.check()
         now = time.monotonic()
-        until, look_at = now + self._crew.timeout_s, now + _POLL_S
+        until = math.inf if is_watched else now + self._crew.timeout_s
+        look_at = now + _POLL_S
         while not work.is_completed():
             now = time.monotonic()
             if now >= until:
@@ -112,8 +118,7 @@ class MessageStreams:
             TimeoutError: as :meth:`wait`, as ConnectionError is.
         """
         self.check()
-        if not work.is_completed():
-            self._watch.put(_Wait(self._streams.now(), work, named))
+        self._watch.put(_Wait(self._streams.now(), work, named))
         work.wait()  # the stream does
         self._streams.keep(data)
 
@@ -148,14 +153,16 @@ class _Streamed(AbstractPending):
         self._streams = streams
         self._work = work
         self._data = data
+        self._is_watched = False
 
     @override
     def wait(self) -> None:
-        self._streams.wait(self._work)
+        self._streams.wait(self._work, is_watched=self._is_watched)
 
     @override
     def join(self, named: Named) -> None:
         self._streams.join(self._work, self._data, named)
+        self._is_watched = True
 
     @override
     def is_done(self) -> bool:
