@@ -30,8 +30,8 @@ from lightning_cyclic.plugin.pipeline_session import (
     CutFinder,
     join_workers,
     make_session,
-    state_per_param,
 )
+from lightning_cyclic.plugin.planned_memory import state_per_param
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.stop_signal import StopBoard
@@ -46,6 +46,7 @@ from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig,
 from lightning_cyclic.runtime.partial_step.module_state import state_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.evidence import is_metric
+from lightning_cyclic.runtime.stages.places import Load
 from lightning_cyclic.runtime.torch_functions import user_line
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.plain import decode, encode
@@ -171,6 +172,10 @@ class PipelineTraining(AbstractTraining):
     @override
     def transport(self) -> CountingTransport | None:
         return self._transport
+
+    @override
+    def _loads(self) -> list[Load] | None:
+        return self._finder.loads(self._session.cuts)
 
     @override
     def report(self) -> str | None:
