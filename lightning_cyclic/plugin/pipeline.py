@@ -46,7 +46,6 @@ from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig,
 from lightning_cyclic.runtime.partial_step.module_state import state_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.evidence import is_metric
-from lightning_cyclic.runtime.stages.places import Load
 from lightning_cyclic.runtime.torch_functions import user_line
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.plain import decode, encode
@@ -174,8 +173,9 @@ class PipelineTraining(AbstractTraining):
         return self._transport
 
     @override
-    def _loads(self) -> list[Load] | None:
-        return self._finder.loads(self._session.cuts)
+    def _kept_by_stages(self) -> list[tuple[int, int]] | None:
+        found = self._finder.loads(self._session.cuts)
+        return found and [(load.activation_bytes, load.crossing_bytes) for load in found]
 
     @override
     def report(self) -> str | None:

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.absent import num_bytes_of
-from lightning_cyclic.runtime.stages.places import Load
 from lightning_cyclic.simulate import Costs, Memory, memory
 from lightning_cyclic.simulate.memory import steps_to_count
 
@@ -20,7 +19,7 @@ def planned_memory(
     plan: Plan,
     parameters: Mapping[str, nn.Parameter],
     stage_of: Mapping[str, int],
-    loads: Sequence[Load] | None,
+    kept: Sequence[tuple[int, int]] | None,
     *,
     batch_bytes: int,
     again: bool,
@@ -32,7 +31,8 @@ def planned_memory(
         plan: of the fit.
         parameters: of the whole module, by name; absent ones have shapes.
         stage_of: parameter -> stage.
-        loads: of the stages, for a micro-batch. [None: activations and what crosses count 0]
+        kept: of each stage, bytes of activations and of what it is sent, for a micro-batch. [None:
+            they count 0]
         batch_bytes: that a replica is given for a step.
         again: whether backwards run their forward again.
         state_per_param: bytes of optimizer state per byte of parameters.
@@ -40,15 +40,15 @@ def planned_memory(
     params = [0.0] * plan.num_stages
     for name, p in parameters.items():
         params[stage_of.get(name, 0)] += num_bytes_of(p)
-    loads = loads or [Load(compute_ns=0, parameter_bytes=0, activation_bytes=0)] * plan.num_stages
+    activations, sent = zip(*(kept or [(0, 0)] * plan.num_stages), strict=True)
     of_each = max(1, plan.num_microbatches // plan.replicas)
     nothing = (0.0,) * plan.num_stages
     costs = Costs(
         forward_s=nothing,
         backward_s=nothing,
         param_bytes=tuple(params),
-        cut_bytes=(batch_bytes / of_each, *(float(x.crossing_bytes) for x in loads[1:])),
-        activation_bytes=tuple(float(x.activation_bytes) for x in loads),
+        cut_bytes=(batch_bytes / of_each, *map(float, sent[1:])),
+        activation_bytes=tuple(map(float, activations)),
     )
     plan = replace(plan, num_steps=steps_to_count(plan.num_stages, of_each))
     return memory(plan, costs, remat=again, state_per_param=state_per_param)

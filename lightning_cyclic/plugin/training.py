@@ -47,7 +47,7 @@ from lightning_cyclic.runtime.failure_words import lack_of_memory, relief
 from lightning_cyclic.runtime.flight_recorder import FOLDER, write_down
 from lightning_cyclic.runtime.loss_scaling import LossScaling
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
-from lightning_cyclic.runtime.stages.places import Load, paste
+from lightning_cyclic.runtime.stages.places import paste
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.whole_step.session import Session
 from lightning_cyclic.simulate import Memory
@@ -198,14 +198,16 @@ class AbstractTraining(Hooks, ABC):
             self.plan,
             dict(self._module.named_parameters()),
             self.stage_of or {},
-            self._session.assembly.ask_first(self._loads, "to compare memory with the plan"),
+            self._session.assembly.ask_first(
+                self._kept_by_stages, "to compare memory with the plan"
+            ),
             batch_bytes=batch_bytes,
             again=self._options.activation_checkpointing != "never",
             state_per_param=state_per_param(self._trainer.optimizers),
         )[self._worker]
 
-    def _loads(self) -> list[Load] | None:
-        """Return what the stages have to keep, if the module has been looked at, on rank 0."""
+    def _kept_by_stages(self) -> list[tuple[int, int]] | None:
+        """Return activations and what each stage is sent, in bytes, if rank 0 has looked at it."""
         return None
 
     # ------------------------------------------------------------------ steps

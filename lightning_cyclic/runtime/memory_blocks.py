@@ -43,7 +43,8 @@ class Block:
         made: first event at which it is alive.
         is_found: it was there before, and is counted from the beginning of the step on.
         ended: first event at which it is gone, or nobody looks any more. [None: it is still there]
-        accesses: its making, each use, and its end, in order.
+        accesses: its making, each use, and its end, in order; of those that were there before,
+            what was seen of it.
     """
 
     number: int
@@ -153,7 +154,11 @@ class Timeline:
         return {kind: max(series) for kind, series in self.bytes_at(span).items()}
 
     def pattern(self, span: Span) -> Counter[tuple[str, int, str]]:
-        """Count what happened to which sizes of which kinds in a step."""
+        """Count what happened to which sizes of which kinds in a step.
+
+        What it makes, what it uses, and which of its own it frees: what is left over from before
+        goes whenever somebody lets it go.
+        """
         found = Counter[tuple[str, int, str]]()
         for x in self.blocks:
             last = len(x.accesses) - 1
@@ -161,6 +166,8 @@ class Timeline:
                 if span.begin <= access.event <= span.end:
                     what = "made" if n == 0 and not x.is_found else "used"
                     if n == last and access.event == x.ended:
+                        if x.is_found or x.made < span.begin:
+                            continue
                         what = "freed"
                     found[what, x.num_bytes, x.kind] += 1
         return found

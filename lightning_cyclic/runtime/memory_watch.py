@@ -114,11 +114,11 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         above = []
         stack = _get_current_dispatch_mode_stack()
         while stack and (top := stack.pop()) is not self:
-            TorchDispatchMode.__exit__(top, None, None, None)
+            TorchDispatchMode.__exit__(top, None, None, None)  # type: ignore[no-untyped-call]
             above.append(top)
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for mode in reversed(above):
-            TorchDispatchMode.__enter__(mode)
+            TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
         self._take_stock()
         self._spans.append(self._step._replace(end=self._now, end_ns=self._clock()))
         self._step = None
@@ -161,14 +161,10 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 del self._alive[address]
 
     def _name_the_rest(self) -> None:
-        """Tell what a step makes for itself from what was there, or is there a step later."""
+        """Tell what the step has made for itself from what was there, or stays."""
         for x in self._blocks:
-            if x.kind in (OTHER, TEMPORARIES):
-                x.kind = OTHER if x.is_found or self._outlasts(x) else TEMPORARIES
-
-    def _outlasts(self, x: Block) -> bool:
-        ended = self._now + 1 if x.ended is None else x.ended
-        return any(x.made < s.begin and ended > s.end for s in self._spans)
+            if x.kind == OTHER and not x.is_found and x.ended is not None:
+                x.kind = TEMPORARIES if x.step == self._spans[-1].step else OTHER
 
     # ------------------------------------------------------------------ events
 
@@ -224,7 +220,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             block, is_found = self._add(storage, at, is_found=False, kind=block.kind), False
         elif block is None:
             return self._add(storage, at, is_found=is_found)
-        elif block.accesses[-1].event != at.event:
+        elif not block.accesses or block.accesses[-1].event != at.event:
             block.accesses.append(at)
         return block
 
@@ -257,6 +253,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if found is None:
                 return
             block = found
+            block.accesses.clear()
         self._raise(block, kind)
 
     def _raise(self, block: Block, kind: str) -> None:

@@ -162,6 +162,7 @@ def test_bytes_at_each_event_are_those_of_torchs_own_tracker(make: Any) -> None:
     with tracker:
         for t in range(2):
             watch.begin(t, module, [optimizer], batch)
+            tracker.reset_mod_stats()
             totals.clear()
             with After(note):
                 loss().backward()

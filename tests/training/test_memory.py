@@ -51,6 +51,12 @@ def seen(trainer: Any, module: nn.Module) -> dict[str, Any]:
     assert found is not None
     return {
         "steady": found.steady,
+        "diff": [
+            sorted((found.pattern(found.spans[1]) - found.pattern(found.spans[n])).items())[:8]
+            + ["|"]
+            + sorted((found.pattern(found.spans[n]) - found.pattern(found.spans[1])).items())[:8]
+            for n in (0, 2)
+        ],
         "measured": timeline.measured(),
         "report": timeline.report(),
         "modes": len(_get_current_dispatch_mode_stack()),
@@ -91,6 +97,7 @@ def test_no_bit_changes_and_steps_repeat(case: str, strategy: Any, num_ranks: in
         assert before.losses == after.losses
         assert_same(after.weights, before.weights)
         assert after.found["modes"] == after.found["hooks"] == 0
+        print("DIFF", after.found["diff"])
         print(case, strategy, after.found["steady"], after.found["measured"])
         print(after.found["report"])
         assert after.found["steady"] == (STEPS[0], 1)

@@ -290,9 +290,9 @@ def _table(*names: str) -> Table:
 
 
 def _steps_table(timeline: Timeline, bytes_per_s: float) -> Table:
-    grid = _table(
-        "step", "functions", "time", "peak", "could be on the host", "leaves", "given out"
-    )
+    has_allocator = any(span.allocated_bytes for span in timeline.spans)
+    names = ["step", "functions", "time", "peak", "could be on the host", "leaves"]
+    grid = _table(*names, *["given out"] * has_allocator)
     for span in timeline.spans:
         swap = timeline.swap(span, bytes_per_s)
         grid.add_row(
@@ -302,7 +302,7 @@ def _steps_table(timeline: Timeline, bytes_per_s: float) -> Table:
             show_bytes(timeline.peak(span).num_bytes),
             show_bytes(swap.num_bytes),
             show_bytes(swap.peak_bytes),
-            show_bytes(span.allocated_bytes) if span.allocated_bytes else "",
+            *[show_bytes(span.allocated_bytes)] * has_allocator,
         )
     return grid
 

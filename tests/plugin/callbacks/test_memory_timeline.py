@@ -6,12 +6,13 @@ import json
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
@@ -135,19 +136,6 @@ def test_steps_that_do_not_come() -> None:
 # ---------------------------------------------------------------------- bad input
 
 
-class Elsewhere(SingleDeviceStrategy):
-    """Says that it is on a device that this machine lacks."""
-
-    @property
-    def root_device(self) -> torch.device:
-        return torch.device("xla")
-
-    @root_device.setter
-    def root_device(self, device: Any) -> None: ...
-
-    def model_to_device(self) -> None: ...
-
-
 @pytest.mark.parametrize("steps", [(), (1.5,), (-1,), (True,)])
 def test_steps(steps: Any) -> None:
     with pytest.raises(ConfigurationError, match="allowed: whole numbers from 0 on, at least one"):
@@ -166,20 +154,19 @@ def test_compiled_modules() -> None:
         fit(MemoryTimeline(), module=module)
 
 
-def test_devices() -> None:
-    with pytest.raises(ConfigurationError, match="memory of 'xla'; allowed: cpu and cuda devices"):
-        fit(MemoryTimeline(), strategy=Elsewhere(device=torch.device("cpu")))
-
-
-def test_strategies() -> None:
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    class Sharded(ModelParallelStrategy):
-        def setup_environment(self) -> None: ...
-
-        root_device = torch.device("cpu")  # type: ignore[assignment]
-
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    trainer.strategy = Sharded()  # type: ignore[misc]
-    with pytest.raises(ConfigurationError, match="training by Sharded, which keeps .*; allowed: "):
+@pytest.mark.parametrize(
+    ("device", "kind", "message"),
+    [  # none of which can be made here
+        ("xla", SingleDeviceStrategy, "memory of 'xla'; allowed: cpu and cuda devices; remove it"),
+        (
+            "cpu",
+            FSDPStrategy,
+            "training by FSDPStrategy, which keeps .*; allowed: one device, DDP",
+        ),
+    ],
+)
+def test_devices_and_strategies(device: str, kind: type, message: str) -> None:
+    strategy = type(kind.__name__, (kind,), {"root_device": torch.device(device)})
+    trainer = SimpleNamespace(strategy=strategy.__new__(strategy), callbacks=[])
+    with pytest.raises(ConfigurationError, match=message):
         MemoryTimeline().setup(trainer, Mlp(), "fit")
