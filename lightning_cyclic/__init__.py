@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_cyclic.plan import PRESETS, Plan, make_plan
     from lightning_cyclic.plugin.callbacks.early_bird import EarlyBirdPruning
     from lightning_cyclic.plugin.callbacks.gradient_norms import GradientNorms
+    from lightning_cyclic.plugin.callbacks.memory_timeline import MemoryTimeline
     from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "CyclicStrategy",
     "EarlyBirdPruning",
     "GradientNorms",
+    "MemoryTimeline",
     "PeerError",
     "PipelineStrategy",
     "Plan",
@@ -62,6 +64,7 @@ _HOMES = {
     "PipelineStrategy": "pipeline_strategy",
     "EarlyBirdPruning": "plugin.callbacks.early_bird",
     "GradientNorms": "plugin.callbacks.gradient_norms",
+    "MemoryTimeline": "plugin.callbacks.memory_timeline",
     "SparseStatePrecision": "plugin.precision.sparse_state",
 } | {name: "errors" for name in __all__ if name.endswith("Error")}
 

@@ -2,6 +2,7 @@
 
     lightning-cyclic draw cyclic_dp --workers 4
     lightning-cyclic draw 1f1b --workers 4 --num-microbatches 8 --out timetable.svg
+    lightning-cyclic draw 1f1b --workers 4 --memory --model-bytes 4GB --activation-bytes 2GB
     lightning-cyclic simulate cyclic_dp --workers 16 --bandwidth 10Gbit/s --latency-s 50us
     lightning-cyclic doctor model.py:Model --stages 4
     lightning-cyclic plan model.py:Model --workers 4 --memory 24GB
@@ -21,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 from lightning_cyclic.cli.planning import add_plan, explained
 from lightning_cyclic.cli.selftest import add_selftest, presets_of
@@ -34,12 +35,15 @@ from lightning_cyclic.simulate import (
     Costs,
     Network,
     compare,
+    memory,
+    memory_by_slot,
     parse_bandwidth,
     parse_bytes,
     parse_seconds,
     table,
 )
-from lightning_cyclic.viz import draw, save_picture
+from lightning_cyclic.simulate.memory import KINDS, steps_to_count
+from lightning_cyclic.viz import Row, draw, draw_memory, save_memory, save_picture
 
 USAGE_ERROR = 2  # exit status of a command that was not understood, as shells and argparse have it
 _CLOSED_PIPE = 141  # exit status of a command whose reader has left: 128 + SIGPIPE
@@ -118,7 +122,29 @@ def _add_draw(commands: argparse._SubParsersAction[_Parser]) -> None:
         "which needs matplotlib (pip install 'lightning-cyclic[viz]'), or into a .json file for "
         "ui.perfetto.dev (default: print text)",
     )  # fmt: skip
+    parser.add_argument(
+        "--memory", action="store_true", help="draw the bytes that each worker keeps in each "
+        "slot, by what they are for, in place of the timetable",
+    )  # fmt: skip
+    parser.add_argument(
+        "--remat", action="store_true", help="of --memory: backwards run their forward again",
+    )  # fmt: skip
+    _add_quantities(parser, _SIZES, "of --memory: ")
     parser.set_defaults(run=_draw)
+
+
+_Quantity: TypeAlias = tuple[str, Callable[[str], float], str, str]
+
+
+def _add_quantities(
+    parser: argparse.ArgumentParser, quantities: Sequence[_Quantity], of: str = ""
+) -> None:
+    """Add options with a unit; those of another option are None where they are not given."""
+    for option, parse, default, meaning in quantities:
+        parser.add_argument(
+            option, type=explained(parse), default=None if of else default, metavar=default,
+            help=f"{of}{meaning} (default: {default})",
+        )  # fmt: skip
 
 
 def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -126,21 +152,13 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
         "simulate", help="compare step time, messages and memory with lockstep data parallelism"
     )
     _add_plan(parser, num_steps=12)
-    quantities: list[tuple[str, Callable[[str], float], str, str]] = [
-        ("--model-bytes", parse_bytes, "100MB", "all parameters"),
+    times: list[_Quantity] = [
         ("--step-s", parse_seconds, "0.1", "one micro-batch forward and backward, whole model"),
         ("--update-s", parse_seconds, "0", "one optimizer step of the whole model"),
-        ("--cut-bytes", parse_bytes, "0", "activations of one micro-batch between two stages"),
-        ("--activation-bytes", parse_bytes, "0", "of one micro-batch, from forward to backward"),
-        ("--state", _parse_state, "2", "bytes of optimizer state per byte of parameters"),
         ("--latency-s", parse_seconds, "50us", "latency of a message"),
         ("--bandwidth", parse_bandwidth, "10Gbit/s", "of each worker, in each direction"),
     ]
-    for option, parse, default, meaning in quantities:
-        parser.add_argument(
-            option, type=explained(parse), default=default, metavar=default,
-            help=f"{meaning} (default: {default})",
-        )  # fmt: skip
+    _add_quantities(parser, [*_SIZES, *times])
     parser.add_argument(
         "--bucket-bytes", type=explained(parse_bytes), metavar="25MiB",
         help="size of the reference's ring all-reduces, as DDP has them; 0: stages (default: the "
@@ -216,20 +234,63 @@ def _schedule(preset: str) -> str:
 
 def _draw(arguments: argparse.Namespace) -> str:
     columns = arguments.columns
+    if arguments.out is not None and columns is not None:
+        raise PlanError(
+            f"--columns {columns} counts characters, and --out draws a picture; allowed: one "
+            "of them; leave --columns out"
+        )
+    width = (shutil.get_terminal_size().columns if columns is None else columns) or None
+    if arguments.memory:
+        return _draw_memory(arguments, width)
+    _refuse_sizes(arguments)
     if arguments.out is not None:
-        if columns is not None:
-            raise PlanError(
-                f"--columns {columns} counts characters, and --out draws a picture; allowed: one "
-                "of them; leave --columns out"
-            )
         save_picture(_plan(arguments), arguments.out, first_slot=arguments.first_slot)
         return f"wrote {arguments.out}"
     return draw(
-        _plan(arguments),
-        colour=_has_colours(),
-        width=(shutil.get_terminal_size().columns if columns is None else columns) or None,
-        first_slot=arguments.first_slot,
+        _plan(arguments), colour=_has_colours(), width=width, first_slot=arguments.first_slot
     )
+
+
+def _refuse_sizes(arguments: argparse.Namespace) -> None:
+    given = [option for option, *_ in _SIZES if getattr(arguments, _name(option)) is not None]
+    given += ["--remat"] * arguments.remat
+    if given:
+        raise PlanError(
+            f"{', '.join(given)} of a picture of who computes what when; allowed: with --memory, "
+            "which draws bytes; add --memory"
+        )
+
+
+def _name(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
+
+
+def _draw_memory(arguments: argparse.Namespace, width: int | None) -> str:
+    """Draw what each worker keeps, over the slots."""
+    plan = _plan(arguments)
+    sizes = {
+        _name(option): parse(default) if (given := getattr(arguments, _name(option))) is None
+        else given
+        for option, parse, default, _ in _SIZES
+    }  # fmt: skip
+    state = sizes.pop("state")
+    costs = Costs.even(plan.num_stages, **sizes)
+    how: dict[str, Any] = {"remat": arguments.remat, "state_per_param": state}
+    steady = replace(plan, num_steps=steps_to_count(plan.num_stages, plan.num_microbatches))
+    most = [m.total for m in memory(steady, costs, **how)]
+    rows = [
+        Row(
+            f"w{w}",
+            {kind: [getattr(m, kind) for m in row] for kind in KINDS},
+            (most[w], "the most that the plan counts"),
+        )
+        for w, row in enumerate(memory_by_slot(plan, costs, **how))
+    ]  # fmt: skip
+    if arguments.out is None:
+        return draw_memory(rows, width=width, first=arguments.first_slot)
+    title = f"{plan.preset}: what {plan.num_workers} workers keep"
+    save_memory(arguments.out, title, rows, first=arguments.first_slot)
+    return f"wrote {arguments.out}"
 
 
 def _simulate(arguments: argparse.Namespace) -> str:
@@ -304,6 +365,14 @@ def _parse_state(text: str) -> float:
     if not 0 <= number < math.inf:
         raise PlanError(f"{text!r} is not a number from 0 on; use 2 for Adam, 1 for momentum")
     return number
+
+
+_SIZES: Final[list[_Quantity]] = [
+    ("--model-bytes", parse_bytes, "100MB", "all parameters"),
+    ("--cut-bytes", parse_bytes, "0", "activations of one micro-batch between two stages"),
+    ("--activation-bytes", parse_bytes, "0", "of one micro-batch, from forward to backward"),
+    ("--state", _parse_state, "2", "bytes of optimizer state per byte of parameters"),
+]
 
 
 def add_doctor(commands: Any) -> None:

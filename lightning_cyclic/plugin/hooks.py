@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.transport import CountingTransport
+from lightning_cyclic.simulate import Memory
 
 Own: TypeAlias = Callable[..., Any]
 Closure: TypeAlias = Callable[[], Any]
@@ -56,6 +57,10 @@ class Hooks:
     @property
     def not_compared(self) -> Sequence[str]:
         return ()
+
+    def planned_memory(self, batch_bytes: int) -> Memory | None:
+        """Return what this worker keeps by the plan, if there is one; all workers must call it."""
+        return None
 
     def report(self) -> str | None:
         """Return where stages could begin and where they do, if known."""

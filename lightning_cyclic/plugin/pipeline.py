@@ -30,8 +30,8 @@ from lightning_cyclic.plugin.pipeline_session import (
     CutFinder,
     join_workers,
     make_session,
-    state_per_param,
 )
+from lightning_cyclic.plugin.planned_memory import state_per_param
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.stop_signal import StopBoard
@@ -171,6 +171,11 @@ class PipelineTraining(AbstractTraining):
     @override
     def transport(self) -> CountingTransport | None:
         return self._transport
+
+    @override
+    def _kept_by_stages(self) -> list[tuple[int, int]] | None:
+        found = self._finder.loads(self._session.cuts)
+        return found and [(load.activation_bytes, load.crossing_bytes) for load in found]
 
     @override
     def report(self) -> str | None:

@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast, final
 
-import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_cyclic.compat import (
     LightningModule,
@@ -30,7 +28,7 @@ from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.best_places import Demands, most_stages
 from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts, refuse_written, whole
 from lightning_cyclic.runtime.stages.evidence import Survey
-from lightning_cyclic.runtime.stages.places import CutPoints
+from lightning_cyclic.runtime.stages.places import CutPoints, Load
 from lightning_cyclic.runtime.stages.report import loads, report
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
@@ -111,6 +109,9 @@ class CutFinder:
             state_per_param=self._state_per_param,
         )
 
+    def loads(self, cuts: Cuts | None) -> list[Load] | None:
+        return None if self._survey is None or cuts is None else loads(self._survey, cuts)
+
     def report(self, cuts: Cuts | None) -> str | None:
         if self._survey is None or cuts is None:
             return None
@@ -133,12 +134,6 @@ def _tell_of_idle(survey: Survey, cuts: Cuts) -> None:
 
 def _counted(num_stages: int) -> str:
     return "one stage" if num_stages == 1 else f"{num_stages} stages"
-
-
-def state_per_param(optimizers: Sequence[Optimizer]) -> float:
-    if not all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers):
-        return 2.0
-    return float(any(g["momentum"] for optimizer in optimizers for g in optimizer.param_groups))
 
 
 def join_workers(trainer: Trainer, options: Options) -> CountingTransport | None:

@@ -40,6 +40,7 @@ from lightning_cyclic.plugin.training import AbstractTraining
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.meta import MetaWeights
+from lightning_cyclic.simulate import Memory
 
 _START = "before training began"
 
@@ -237,6 +238,18 @@ class PlannedStrategy(Setup):
                 "PATH:CLASS` without training"
             )
         return report
+
+    def planned_memory(self, batch_bytes: int) -> Memory | None:
+        """Return what this rank keeps at most by the plan; all ranks must call it, between steps.
+
+        Args:
+            batch_bytes: of the batch that its replica is given for a step.
+
+        Returns:
+            None where stages are not known. Activations are 0 where no module has been looked at:
+            of replicated workers, and of a single stage.
+        """
+        return self._training.planned_memory(batch_bytes)
 
     @property
     def steps_compared(self) -> int:

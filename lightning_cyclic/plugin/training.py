@@ -34,6 +34,7 @@ from lightning_cyclic.plugin.error_feedback import ErrorFeedback
 from lightning_cyclic.plugin.hooks import Hooks, Own
 from lightning_cyclic.plugin.loader_position import LoaderPosition
 from lightning_cyclic.plugin.options import Options
+from lightning_cyclic.plugin.planned_memory import planned_memory, state_per_param
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.stop_signal import Asked, StopSignals
@@ -49,6 +50,7 @@ from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.places import paste
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.whole_step.session import Session
+from lightning_cyclic.simulate import Memory
 
 TO_START = "to start alike"
 
@@ -187,6 +189,26 @@ class AbstractTraining(Hooks, ABC):
     @property
     def updated_parameters(self) -> Sequence[nn.Parameter]:
         return self._updates.updated
+
+    @override
+    def planned_memory(self, batch_bytes: int) -> Memory | None:
+        if not self._has_stages or self.plan is None:
+            return None
+        return planned_memory(
+            self.plan,
+            dict(self._module.named_parameters()),
+            self.stage_of or {},
+            self._session.assembly.ask_first(
+                self._kept_by_stages, "to compare memory with the plan"
+            ),
+            batch_bytes=batch_bytes,
+            again=self._options.activation_checkpointing != "never",
+            state_per_param=state_per_param(self._trainer.optimizers),
+        )[self._worker]
+
+    def _kept_by_stages(self) -> list[tuple[int, int]] | None:
+        """Return activations and what each stage is sent, in bytes, if rank 0 has looked at it."""
+        return None
 
     # ------------------------------------------------------------------ steps
 

@@ -6,7 +6,7 @@ from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import Event, Result, simulate
 from lightning_cyclic.simulate.graph import Lane
 from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep, lockstep
-from lightning_cyclic.simulate.memory import Memory, memory
+from lightning_cyclic.simulate.memory import Memory, memory, memory_by_slot
 from lightning_cyclic.simulate.units import (
     parse_bandwidth,
     parse_bytes,
@@ -32,6 +32,7 @@ __all__ = [
     "compare",
     "lockstep",
     "memory",
+    "memory_by_slot",
     "parse_bandwidth",
     "parse_bytes",
     "parse_seconds",

@@ -38,10 +38,10 @@ needs at once. Where weights are sharded memory comes and goes, and peaks may di
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias, final
 
@@ -137,6 +137,62 @@ def memory(
     return tuple(count(w, found) for w, found in enumerate(spans(plan, remat=remat)))
 
 
+def memory_by_slot(
+    plan: Plan, costs: Costs, *, remat: bool = False, state_per_param: float = 2.0
+) -> tuple[tuple[Memory, ...], ...]:
+    """Say what each worker keeps in each slot, at the moment of the slot with the most.
+
+    In a slot in which a worker computes nothing it keeps what it has from before until later; in
+    that of a backward, what the backward leaves. The most of all slots is what :func:`memory`
+    says.
+
+    Args:
+        plan: of as many steps as are looked at.
+        costs: as for :func:`memory`; so are the others.
+
+    Returns:
+        For each worker a row, with all slots of the plan.
+
+    Example:
+        >>> from lightning_cyclic.plan import make_plan
+        >>> plan = make_plan("1f1b", num_stages=2, num_workers=2, num_steps=1)
+        >>> costs = Costs.even(2, model_bytes=2, activation_bytes=20)
+        >>> [[int(m.activations) for m in row] for row in memory_by_slot(plan, costs)]
+        [[10, 20, 20, 10, 10, 0], [0, 10, 0, 10, 0, 0]]
+    """
+    sizes = _Sizes(plan, costs, state_per_param, 1.0, 0.0)
+    is_whole = plan.axes.placement.runs_whole_micro
+    by_place = sizes.whole_by_place if is_whole else sizes.stages_by_place
+    programs = programs_of(plan) if is_whole else computed(plan)
+    # what is not computed is in the slot of what is, before it: receives are posted long ahead
+    slots = [
+        list(accumulate((a.s * (a.kind in COMPUTE) for a in program), max)) for program in programs
+    ]
+    last = max(a.s for program in programs for a in program if a.kind in COMPUTE)
+    rows = []
+    for w, found in enumerate(spans(plan, remat=remat)):
+        kept = by_place(w, [_apart(x, remat) for x in found], 2 * len(slots[w]) + 2)
+        rows.append(tuple(_in_slot(kept, slots[w], s) for s in range(last + 1)))
+    return tuple(rows)
+
+
+def _apart(x: Span, remat: bool) -> Span:
+    """Count places once more: those of the program are odd, even ones are between them.
+
+    What a backward takes is there up to it, and its own place is not counted.
+    """
+    is_taken = x.kind == "inputs" or (x.kind == "activations" and not remat)
+    return x._replace(begin=2 * max(x.begin, 0) + 1, end=2 * x.end + is_taken)
+
+
+def _in_slot(kept: Sequence[Memory], slots: Sequence[int], s: int) -> Memory:
+    """Return the most that is kept in a slot, of what is kept at places and between them."""
+    first, end = bisect_left(slots, s), bisect_right(slots, s)
+    if first == end:
+        return kept[2 * end]
+    return max((kept[2 * n + 1] for n in range(first, end)), key=lambda m: m.total)
+
+
 def copies(
     plan: Plan,
     *,
@@ -228,6 +284,10 @@ class _Sizes:
     def at_once(self, w: int, found: Sequence[Span]) -> Memory:
         """Return what a worker that runs whole micro-batches has at the moment with the most."""
         places = 1 + max(x.end for x in found)
+        return max(self.whole_by_place(w, found, places), key=lambda m: m.total)
+
+    def whole_by_place(self, w: int, found: Sequence[Span], places: int) -> list[Memory]:
+        """Return what a worker that runs whole micro-batches has at each place of its program."""
         owned = sum(size for j, size in enumerate(self._params) if self._plan.owner(j) == w)
         is_sharded = self._plan.axes.sharding.gathers
         one = owned if is_sharded else sum(self._params)
@@ -236,18 +296,29 @@ class _Sizes:
         if not is_sharded:  # each stage keeps as many buffers as it ever needs at once
             for n in (1, 3):
                 columns[n] = [self._buffers(found, kinds[n])] * places
-        return max(
-            (
-                Memory(
-                    parameters=one + fetched, versions=older,
-                    gradients=self._gradient * own, optimizer=self._state * owned,
-                    activations=activations, inputs=inputs, returns=0.0,
-                    in_flight=self._gradient * sums, index=self._index * sum(self._params),
-                )
-                for fetched, older, own, sums, activations, inputs in zip(*columns, strict=True)
-            ),
-            key=lambda m: m.total,
-        )  # fmt: skip
+        return [
+            Memory(
+                parameters=one + fetched, versions=older,
+                gradients=self._gradient * own, optimizer=self._state * owned,
+                activations=activations, inputs=inputs, returns=0.0,
+                in_flight=self._gradient * sums, index=self._index * sum(self._params),
+            )
+            for fetched, older, own, sums, activations, inputs in zip(*columns, strict=True)
+        ]  # fmt: skip
+
+    def stages_by_place(self, w: int, found: Sequence[Span], places: int) -> list[Memory]:
+        """Return what a worker that has stages has at each place of what it computes."""
+        most = self.of_each_kind(w, found)
+        kinds = "weights", "activations", "inputs", "returns"
+        columns = [self._series(found, kind, places) for kind in kinds]
+        predicted = most.versions + most.parameters - max(columns[0])
+        return [
+            replace(
+                most, versions=max(weights - most.parameters, 0.0) + predicted,
+                activations=activations, inputs=inputs, returns=returns,
+            )
+            for weights, activations, inputs, returns in zip(*columns, strict=True)
+        ]  # fmt: skip
 
     def _size(self, x: Span) -> float:
         return self._by_kind.get(x.kind, self._params)[x.j]

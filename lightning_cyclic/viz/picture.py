@@ -15,22 +15,22 @@ other way round. The same plan gives the same bytes.
 
 from __future__ import annotations
 
-import io
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan, program_of, programs_of
 from lightning_cyclic.plan.actions import COMPUTE, GO_BACK, Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Item
+from lightning_cyclic.viz.files import PICTURES, drawn, form_of, write
 from lightning_cyclic.viz.words import CARRIED, sentence
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MOST_WORKERS = 32  # more cells than these take a minute to draw, and none can be read
 MOST_SLOTS = 256
@@ -55,16 +55,6 @@ _LINES = {  # payload -> the colour of its arrows, and what they mean
     Payload.V: _WEIGHTS,
 }
 _OTHER = "#a0a0a0"  # of messages that carry little
-_SETTINGS = {
-    "svg.fonttype": "none",  # text that can be searched and copied
-    "svg.hashsalt": "lightning_cyclic",  # the same names in every run
-    "font.family": ["DejaVu Sans", "sans-serif"],  # the first comes with matplotlib
-}
-_NO_METADATA: dict[str, dict[str, Any]] = {  # which would name the time and the version
-    "svg": {"Date": None, "Creator": None, "Format": None, "Type": None},
-    "png": {"Software": None},
-}
-
 _COUNTED = {
     "stage": "through stage {} (some layers of the model)",
     "micro-batch": "of micro-batch {} (a part of the batch)",
@@ -85,40 +75,17 @@ def save_picture(plan: Plan, path: str | Path, *, first_slot: int = 0) -> None:
             too large for a picture or over before ``first_slot``.
     """
     path = Path(path)
-    form = path.suffix.lower().removeprefix(".")
-    if form not in (*_NO_METADATA, "json"):
-        raise PlanError(
-            f"the name of the picture {str(path)!r} ends in {path.suffix!r}; allowed: .svg, .png, "
-            f".json; write it like {path.stem}.svg"
-        )
+    form = form_of(path, (*PICTURES, "json"))
     if form == "json":
         data = trace_of(programs_of(plan))
     else:
-        data = _drawn(plan, _slots(plan, first_slot), form)
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise PlanError(
-            f"{path} cannot be written ({error.strerror}); allowed: a file in a folder that "
-            "exists; check the path"
-        ) from error
+        slots = _slots(plan, first_slot)
 
+        def paint(figure: Figure) -> None:
+            _paint(figure.add_axes((0, 0, 1, 1)), plan, slots)
 
-def _drawn(plan: Plan, slots: range, form: str) -> bytes:
-    matplotlib = _matplotlib()
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # whatever the user's own settings are
-        matplotlib.rcParams.update(_SETTINGS)
-        from matplotlib.figure import Figure  # noqa: PLC0415
-
-        figure = Figure(figsize=(max(0.56 * len(slots), 7.5), 0.86 * plan.num_workers))
-        _paint(figure.add_axes((0, 0, 1, 1)), plan, slots)
-        data = io.BytesIO()
-        metadata = _NO_METADATA[form]
-        figure.savefig(
-            data, format=form, dpi=144, metadata=metadata, bbox_inches="tight", pad_inches=0.3
-        )
-    return data.getvalue()
+        data = drawn((max(0.56 * len(slots), 7.5), 0.86 * plan.num_workers), paint, form)
+    write(path, data)
 
 
 def _slots(plan: Plan, first_slot: int) -> range:
@@ -137,17 +104,6 @@ def _slots(plan: Plan, first_slot: int) -> range:
             "begin at a later slot, or leave the file out for a text"
         )
     return slots
-
-
-def _matplotlib() -> ModuleType:
-    try:
-        import matplotlib  # noqa: PLC0415
-    except ImportError as error:
-        raise PlanError(
-            "a picture was asked for, but matplotlib, which draws it, is not installed; allowed: "
-            "a text without it; run pip install 'lightning-cyclic[viz]', or leave the file out"
-        ) from error
-    return matplotlib
 
 
 # ---------------------------------------------------------------------- what is shown

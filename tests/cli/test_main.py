@@ -56,6 +56,28 @@ def test_draw_into_a_file(capsys, tmp_path):
     assert text.count(">F0<") == 3  # that of worker 0 in slot 0 is not shown
 
 
+KEPT = """\
+slot      0      1    2      3      4     5
+w0    14.5k    25k  25k    15k  14.5k  4.5k
+w1       4k  14.5k   4k  14.5k     4k    4k
+
+"""
+
+
+def test_draw_memory(capsys, tmp_path):
+    given = "draw 1f1b --workers 2 --steps 1 --memory --model-bytes 2kB --activation-bytes 20kB"
+    status, out, err = run(capsys, *given.split(), "--cut-bytes", "500")
+    assert (status, err) == (0, "")
+    assert out.startswith(KEPT)
+    kept = "activations 20 kB, optimizer 2 kB, parameters 1 kB, gradients 1 kB, inputs 1 kB"
+    assert f"w0: 25 kB at most, in slot 1: {kept}\n" in out
+    _, less, _ = run(capsys, *given.split(), "--cut-bytes", "500", "--remat", "--state", "0")
+    assert "w0: 13 kB at most" in less
+    path = tmp_path / "kept.svg"
+    assert run(capsys, *given.split(), "--out", str(path)) == (0, f"wrote {path}\n", "")
+    assert "the most that the plan counts" in path.read_text()
+
+
 @pytest.mark.parametrize(
     ("no_color", "is_terminal", "coloured"),
     [("", True, True), ("1", True, False), ("", False, False)],
@@ -168,6 +190,9 @@ def test_simulate_knows_hosts_of_several_workers(capsys):
         ("draw cyclic_dp --workers 2 --from 99", ["slot 99", "begin at an earlier slot"]),
         ("draw 1f1b --workers 2 --out x.pdf", ["'x.pdf'", ".svg, .png, .json", "like x.svg"]),
         ("draw 1f1b --workers 2 --out x.svg --columns 9", ["--columns 9", "leave --columns out"]),
+        ("draw 1f1b --workers 2 --memory --out x.json", ["'x.json'", "allowed: .svg, .png;"]),
+        ("draw 1f1b --workers 2 --memory --from 99", ["slot 99", "slots below 12"]),
+        ("draw 1f1b --workers 2 --state 1 --remat", ["--state, --remat of", "add --memory"]),
         ("draw 1f1b --workers 99 --out x.svg", ["99 workers", "up to 32 workers", "fewer steps"]),
         (
             "draw pipedream_2bw --workers 4 --num-microbatches 2",

@@ -6,19 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cyclic.plan import make_plan, programs_of
-from lightning_cyclic.plan.actions import MAKE_GRADIENTS, Kind, Payload
+from lightning_cyclic.plan import PRESETS, make_plan, programs_of
+from lightning_cyclic.plan.actions import COMPUTE, MAKE_GRADIENTS, Kind, Payload
 from lightning_cyclic.plan.dataflow import live_activations, live_versions
 from lightning_cyclic.planner import Stages
 from lightning_cyclic.simulate import Costs
 from lightning_cyclic.simulate.memory import (
+    KINDS,
     Span,
     copies,
     memory,
+    memory_by_slot,
     most_at_once,
     spans,
     steps_to_count,
 )
+from tests.harness.programs import shaped
 
 PIPELINES = (
     "gpipe", "1f1b", "zb_h1", "pipedream", "pipedream_2bw", "cyclic_pipeline", "pipeoptim",
@@ -253,3 +256,34 @@ def test_stages_of_others_are_there_from_their_receive_to_their_free():
 def test_what_is_there_at_once_is_counted():
     found = Span("sums", 0, 0, 2), Span("sums", 0, 1, 3), Span("sums", 1, 1, 2)
     assert most_at_once((*found, Span("gradients", 0, 0, 9)), "sums") == {0: 2, 1: 1}
+
+
+# ---------------------------------------------------------------------- over time
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_most_of_all_slots_is_what_is_counted(preset, remat):
+    plan = make_plan(preset, **shaped(preset, 4, 4), num_steps=6)
+    costs = Costs.even(plan.num_stages, model_bytes=40, activation_bytes=200, cut_bytes=3)
+    counted = memory(plan, costs, remat=remat)
+    for m, row in zip(counted, memory_by_slot(plan, costs, remat=remat), strict=True):
+        if plan.axes.placement.runs_whole_micro:  # what is there at one moment
+            assert m == max(row, key=lambda x: x.total)
+        else:  # the most of each kind, whenever that is
+            assert m.total >= max(x.total for x in row)
+            most = {kind: max(getattr(x, kind) for x in row) for kind in KINDS}
+            assert most == pytest.approx({kind: getattr(m, kind) for kind in KINDS})
+
+
+@pytest.mark.parametrize("preset", ["1f1b", "zb_h1", "cyclic_dp", "interleaved_1f1b"])
+def test_activations_are_there_from_the_slot_of_a_forward_to_that_of_its_backward(preset):
+    plan = make_plan(preset, **shaped(preset, 4, 4), num_steps=2)
+    rows = memory_by_slot(plan, Stages.alike(plan.num_stages).costs())
+    for w, row in enumerate(rows):
+        mine = [(s, a) for s, worker, a in plan.timetable if worker == w]
+        ends = {(a.t, a.i, a.j): s for s, a in mine if a.kind in MAKE_GRADIENTS}
+        begins = {(a.t, a.i, a.j): s for s, a in mine if a.kind is Kind.F}
+        alive = [sum(b <= s < ends[x] for x, b in begins.items()) for s in range(len(row))]
+        assert [m.activations for m in row] == alive
+    assert len(rows[0]) == 1 + max(s for s, _, a in plan.timetable if a.kind in COMPUTE)
