@@ -49,7 +49,8 @@ class FunctionWatch(TorchFunctionMode):
         self.hear = hear
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.hear is None:
+        # what is compiled is a unit of its own; a listener would be compiled into it
+        if self.hear is None or torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         return self.hear(func, types, args, kwargs or {})
 
