@@ -47,7 +47,6 @@ from lightning_cyclic.viz import Row, save_memory
 
 _DEVICES: Final = ("cpu", "cuda")
 _WIDTH: Final = 100
-_TOGETHER: Final = "the first four, at once"
 # what is measured -> what a plan has of it
 _PLANNED: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     (PARAMETERS,): ("parameters", "versions"),
@@ -183,7 +182,8 @@ class MemoryTimeline(Callback):
     def measured(self) -> dict[str, tuple[int, float]]:
         """Return what was measured, at most in the last step, and planned, of what has a plan.
 
-        States and activations are compared at one moment, too, with the sum of what is planned.
+        States, and activations where they are planned, are compared at one moment, too, with the
+        sum of what is planned.
         """
         assert self.timeline is not None
         if self.planned is None:
@@ -193,8 +193,10 @@ class MemoryTimeline(Callback):
         for kinds, parts in _PLANNED.items():
             planned = sum(kept[part] for part in parts)
             found[" + ".join(kinds)] = _most(each, kinds), planned
-        at_once = [PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS]
-        found[_TOGETHER] = _most(each, at_once), sum(found[kind][1] for kind in at_once)
+        is_seen = found[ACTIVATIONS][1] > 0
+        at_once = [PARAMETERS, GRADIENTS, OPTIMIZER, *[ACTIVATIONS] * is_seen]
+        name = "states + activations" if is_seen else "states"
+        found[name] = _most(each, at_once), sum(found[kind][1] for kind in at_once)
         return found
 
     def report(self) -> str:
@@ -341,8 +343,10 @@ def _pattern(timeline: Timeline) -> str:
     if steady is None:
         return "No two of these steps make, use and free the same blocks.\n"
     step, period = steady
-    every = "each step" if period == 1 else f"each {period} steps"
-    return f"From step {step} on, {every} makes, uses and frees the same blocks.\n"
+    every = "each step makes, uses and frees"
+    if period > 1:
+        every = f"every {period} steps make, use and free"
+    return f"From step {step} on, {every} the same blocks.\n"
 
 
 def _planned_table(measured: Mapping[str, tuple[int, float]]) -> Table:
