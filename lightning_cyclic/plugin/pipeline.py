@@ -175,7 +175,11 @@ class PipelineTraining(AbstractTraining):
     @override
     def _kept_by_stages(self) -> list[tuple[int, int]] | None:
         found = self._finder.loads(self._session.cuts)
-        return found and [(load.activation_bytes, load.crossing_bytes) for load in found]
+        return (
+            None
+            if found is None
+            else [(load.activation_bytes, load.crossing_bytes) for load in found]
+        )
 
     @override
     def report(self) -> str | None:

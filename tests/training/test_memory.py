@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.harness.runs import trained
 from tests.harness.trainers import assert_same
 from tests.modules.cases import CASES
 
-STEPS = 5, 6, 7
+STEPS = 10, 11, 12
 SIZE = 16
 
 
@@ -51,14 +52,7 @@ def seen(trainer: Any, module: nn.Module) -> dict[str, Any]:
     assert found is not None
     return {
         "steady": found.steady,
-        "diff": [
-            sorted((found.pattern(found.spans[1]) - found.pattern(found.spans[n])).items())[:8]
-            + ["|"]
-            + sorted((found.pattern(found.spans[n]) - found.pattern(found.spans[1])).items())[:8]
-            for n in (0, 2)
-        ],
         "measured": timeline.measured(),
-        "report": timeline.report(),
         "modes": len(_get_current_dispatch_mode_stack()),
         "hooks": sum(bool(p._backward_hooks) for p in module.parameters() if p.is_leaf),
     }
@@ -76,28 +70,65 @@ def of(preset: str, case: str) -> dict[str, Any]:
     return {"preset": preset, "stages": CASES[case].cuts2, "num_microbatches": 2}
 
 
-PLANS = [
-    ("resnet", of("1f1b", "resnet"), 1),
-    ("resnet", of("1f1b", "resnet"), 2),
-    ("gpt2", of("1f1b", "gpt2"), 1),
-    ("gpt2", of("1f1b", "gpt2"), 2),
-    ("resnet", {"preset": "cyclic_dp", "stages": 2}, 2),
-    more("resnet", of("pipedream_2bw", "resnet"), 2),
-    more("gpt2", of("gpipe", "gpt2") | {"activation_checkpointing": "always"}, 2),
-    ("resnet", "ddp", 2),
-    ("resnet", "auto", 1),
-]
+# What is not within 5 % of the plan, of each rank: kind -> measured over planned.
+# activations        a survey counts what forwards make, be it kept for backwards or not; what
+#                    comes from the stage before lies in a message, and one more batch's at a time
+# parameters         both ranks have the embedding that is the head, too, and the first is its home
+# gradients          so do they here; of one device, its gradient comes in two parts
+# inputs + messages  messages are received ahead and kept until they have left
+RESNET, GPT2, AT_ONCE = of("1f1b", "resnet"), of("1f1b", "gpt2"), "states + activations"
+PLANNED: list[Any] = [
+    ("resnet", RESNET, 1, [{}]),
+    ("resnet", RESNET, 2, [
+        {"activations": 0.855, "inputs + messages": 3.17},
+        {"activations": 1.056, "inputs + messages": 2.84},
+    ]),
+    ("gpt2", GPT2, 1, [{"gradients": 1.054, "activations": 0.62, AT_ONCE: 0.67}]),
+    ("gpt2", GPT2, 2, [
+        {"parameters": 1.12, "gradients": 1.117, "activations": 0.632, "inputs + messages": 5.9,
+         AT_ONCE: 0.702},
+        {"activations": 0.602, "inputs + messages": 4.0, AT_ONCE: 0.623},
+    ]),
+]  # fmt: skip
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("case", "strategy", "num_ranks"), PLANS)
-def test_no_bit_changes_and_steps_repeat(case: str, strategy: Any, num_ranks: int) -> None:
+@pytest.mark.parametrize(("case", "strategy", "num_ranks", "apart"), PLANNED)
+def test_peaks_are_as_planned(
+    case: str, strategy: Any, num_ranks: int, apart: Sequence[dict[str, float]]
+) -> None:
+    """Also: no bit changes, and steps repeat from the first that is watched on."""
+    for end, expected in zip(same(case, strategy, num_ranks), apart, strict=True):
+        assert end.found["steady"] == (STEPS[0], 1)
+        ratios = {
+            kind: found / planned for kind, (found, planned) in end.found["measured"].items()
+        }
+        wanted = {kind: expected.get(kind, 1.0) for kind in ratios}
+        within = {kind: 0.01 if kind in expected else 0.05 for kind in ratios}
+        assert {k: x for k, x in ratios.items() if abs(x - wanted[k]) > within[k]} == {}
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("case", "strategy", "num_ranks", "repeats"),
+    [
+        ("resnet", "ddp", 2, True),
+        ("resnet", "auto", 1, True),
+        ("resnet", {"preset": "cyclic_dp", "stages": 2}, 2, False),  # by threads of its own
+        more("resnet", of("pipedream_2bw", "resnet"), 2, False),  # whose steps overlap
+        more("gpt2", of("gpipe", "gpt2") | {"activation_checkpointing": "always"}, 2, False),
+    ],
+)
+def test_no_bit_changes(case: str, strategy: Any, num_ranks: int, repeats: bool) -> None:
+    for end in same(case, strategy, num_ranks):
+        assert not repeats or end.found["steady"] == (STEPS[0], 1)
+
+
+def same(case: str, strategy: Any, num_ranks: int) -> Sequence[Any]:
+    """Train with a timeline and without; compare, and return the ends of those with it."""
     plain, watched = (fit(case, strategy, num_ranks, watched=on) for on in (False, True))
     for before, after in zip(plain, watched, strict=True):
         assert before.losses == after.losses
         assert_same(after.weights, before.weights)
         assert after.found["modes"] == after.found["hooks"] == 0
-        print("DIFF", after.found["diff"])
-        print(case, strategy, after.found["steady"], after.found["measured"])
-        print(after.found["report"])
-        assert after.found["steady"] == (STEPS[0], 1)
+    return watched

@@ -47,7 +47,6 @@ from lightning_cyclic.viz import Row, save_memory
 
 _DEVICES: Final = ("cpu", "cuda")
 _WIDTH: Final = 100
-_TOGETHER: Final = "all of these"
 # what is measured -> what a plan has of it
 _PLANNED: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     (PARAMETERS,): ("parameters", "versions"),
@@ -67,9 +66,9 @@ class MemoryTimeline(Callback):
 
     Args:
         steps: which, as ``trainer.global_step`` counts them from 0 on. In the first one stages are
-            looked for, and optimizers make their states; pipelines look at all weights once more
-            in steps 1, 2, 4, 8 and so on.
-        out: folder for two files of each rank, ``rank0.json`` with everything, and ``rank0.svg``
+            looked for, and optimizers make their states; our strategies
+            look at all weights once more in steps 1, 2, 4, 8 and so on, or behind these.
+        out: folder for two files of each rank, ``rank0.json`` with everything, and ``rank0.png``
             with the bytes over the last of the steps. [none]
         bandwidth: between device and host, in each direction, by which blocks could be swapped.
 
@@ -86,13 +85,13 @@ class MemoryTimeline(Callback):
 
     Example:
         >>> from lightning.pytorch import Trainer
-        >>> memory = MemoryTimeline(steps=(10, 11), out="memory")
+        >>> memory = MemoryTimeline(steps=(20, 21), out="memory")
         >>> trainer = Trainer(callbacks=[memory], accelerator="cpu", logger=False)
     """
 
     def __init__(
         self,
-        steps: Sequence[int] = (5, 6, 7),
+        steps: Sequence[int] = (10, 11, 12),
         out: str | Path | None = None,
         *,
         bandwidth: str = "12GB/s",
@@ -100,7 +99,7 @@ class MemoryTimeline(Callback):
         if not steps or any(type(t) is not int or t < 0 for t in steps):
             raise ConfigurationError(
                 f"steps={steps!r}; allowed: whole numbers from 0 on, at least one; use "
-                "MemoryTimeline(steps=(5, 6, 7))"
+                "MemoryTimeline(steps=(10, 11, 12))"
             )
         self.timeline: Timeline | None = None
         self.planned: Memory | None = None
@@ -183,19 +182,21 @@ class MemoryTimeline(Callback):
     def measured(self) -> dict[str, tuple[int, float]]:
         """Return what was measured, at most in the last step, and planned, of what has a plan.
 
-        The last row is all of these kinds together: the most at one moment, beside the sum.
+        States, and activations where they are planned, are compared at one moment, too, with the
+        sum of what is planned.
         """
         assert self.timeline is not None
         if self.planned is None:
             return {}
         kept, found = asdict(self.planned), dict[str, tuple[int, float]]()
         each = self.timeline.bytes_at(self.timeline.spans[-1])
-        seen = list[str]()
         for kinds, parts in _PLANNED.items():
-            if (planned := sum(kept[part] for part in parts)) > 0:
-                seen += kinds
-                found[" + ".join(kinds)] = _most(each, kinds), planned
-        found[_TOGETHER] = _most(each, seen), sum(planned for _, planned in found.values())
+            planned = sum(kept[part] for part in parts)
+            found[" + ".join(kinds)] = _most(each, kinds), planned
+        is_seen = found[ACTIVATIONS][1] > 0
+        at_once = [PARAMETERS, GRADIENTS, OPTIMIZER, *[ACTIVATIONS] * is_seen]
+        name = "states + activations" if is_seen else "states"
+        found[name] = _most(each, at_once), sum(found[kind][1] for kind in at_once)
         return found
 
     def report(self) -> str:
@@ -233,7 +234,7 @@ class MemoryTimeline(Callback):
         row = Row("", self.timeline.bytes_at(span), line)
         title = f"{self._title}: step {span.step}"
         try:
-            save_memory(folder / f"rank{rank}.svg", title, [row], axis="functions of torch")
+            save_memory(folder / f"rank{rank}.png", title, [row], axis="functions of torch")
         except PlanError as error:  # there is no matplotlib; the other file has it all
             rank_zero_warn(str(error))
 
@@ -342,13 +343,15 @@ def _pattern(timeline: Timeline) -> str:
     if steady is None:
         return "No two of these steps make, use and free the same blocks.\n"
     step, period = steady
-    every = "each step" if period == 1 else f"each {period} steps"
-    return f"From step {step} on, {every} makes, uses and frees the same blocks.\n"
+    every = "each step makes, uses and frees"
+    if period > 1:
+        every = f"every {period} steps make, use and free"
+    return f"From step {step} on, {every} the same blocks.\n"
 
 
 def _planned_table(measured: Mapping[str, tuple[int, float]]) -> Table:
     grid = _table("", "measured", "planned", "measured / planned")
     for name, (found, planned) in measured.items():
         ratio = f"{found / planned:.3f}" if planned else ""
-        grid.add_row(name, show_bytes(found), show_bytes(planned), ratio)
+        grid.add_row(name, show_bytes(found), show_bytes(planned) if planned else "", ratio)
     return grid
