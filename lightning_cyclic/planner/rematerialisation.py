@@ -3,8 +3,8 @@
 A stage is a chain of units. A schedule of it says, from its first unit to its last, what is kept:
 
     0        unit 0 keeps what its backward needs
-    (1 2 3)  a segment: units 1 to 3 keep nothing but what enters unit 1. Their backward begins with
-             a run of them again, which follows a schedule of its own: (1 2) 3, or 1 2 3
+    (1 2 3)  a segment: units 1 to 3 keep nothing but what enters unit 1. Their backward begins
+             with a run of them again, which follows a schedule of its own: (1 2) 3, or 1 2 3
 
 so that a unit runs once for each segment around it, and once more. Bytes count from when they are
 kept to when the backward has passed; what lives within one unit's run does not.
@@ -16,9 +16,9 @@ keep s, or to take s to p for a segment and go on behind it:
                             min over p: f_s + .. + f_p + seconds(p + 1, t, m - output_p)
                                                        + seconds(s, p, m) )
 
-Seconds are a step function of m, whose steps are kept as they are: nothing is rounded. Micro-batches
-that wait for their backward while another one has it keep what the outermost level keeps; of
-several at once that level is chosen by both (``_Waiting``).
+Seconds are a step function of m, whose steps are kept as they are: nothing is rounded.
+Micro-batches that wait for their backward while another one has it keep what the outermost level
+keeps; of several at once that level is chosen by both (``_Waiting``).
 
 Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep neural
 networks with limited memory", section 4, https://arxiv.org/abs/1911.13214; for equal units
@@ -136,8 +136,8 @@ def best_schedule(
     if not allowed:
         least = waiting.steps(0)[0].need
         raise PlanError(
-            f"limit_bytes={limit_bytes} cannot be met by {len(units)} units, whichever of them are "
-            f"run again; allowed: {least} or more; raise it, or use smaller micro-batches"
+            f"limit_bytes={limit_bytes} cannot be met by {len(units)} units, whichever of them "
+            f"are run again; allowed: {least} or more; raise it, or use smaller micro-batches"
         )
     found = min(allowed, key=lambda x: (x.seconds, x.need))
     once_s = sum(u.forward_s for u in units)
@@ -268,7 +268,8 @@ def _thinned(steps: list[_Some], most: int) -> list[_Some]:
         part = (x.need - first.need) * (most - 1) // span
         if part not in best or x.seconds < best[part].seconds:
             best[part] = x
-    return [first, *best.values()]
+    kept = list(best.values())
+    return [first, *kept]
 
 
 # ---------------------------------------------------------------------- several at once
