@@ -268,8 +268,9 @@ def _thinned(steps: list[_Some], most: int) -> list[_Some]:
         part = (x.need - first.need) * (most - 1) // span
         if part not in best or x.seconds < best[part].seconds:
             best[part] = x
-    kept = list(best.values())
-    return [first, *kept]
+    left = [first]
+    left.extend(best.values())
+    return left
 
 
 # ---------------------------------------------------------------------- several at once

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_cyclic import make_plan
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.planner.rematerialisation import (
     Again,
@@ -17,7 +19,10 @@ from lightning_cyclic.planner.rematerialisation import (
     Unit,
     best_schedule,
     least_bytes,
+    rooms,
 )
+from lightning_cyclic.simulate.costs import Costs
+from lightning_cyclic.simulate.memory import memory, steps_to_count
 
 UNITS = st.builds(
     Unit,
@@ -162,3 +167,30 @@ def test_long_chains_are_planned_at_once_and_thinned_ones_are_right():
     walk = Walk(units, found.schedule)
     assert found.peak_bytes == walk.most <= whole // 3
     assert found.again_s == walk.seconds - sum(u.forward_s for u in units) > 0
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_stages", "num_workers"),
+    [("1f1b", 4, 4), ("gpipe", 3, 3), ("interleaved_1f1b", 4, 2), ("pipedream_2bw", 3, 3),
+     ("zb_v", 4, 2), ("cyclic_mp", 3, 3)],
+)  # fmt: skip
+def test_what_stages_have_room_for_fills_the_limit_and_no_more(preset, num_stages, num_workers):
+    plan = make_plan(
+        preset, num_stages=num_stages, num_workers=num_workers, num_microbatches=num_stages
+    )
+    sizes, limit = [100 * (j + 1) for j in range(num_stages)], 10**6
+    shown = replace(plan, num_steps=steps_to_count(num_stages, num_stages))
+    for w in range(num_workers):
+        found = rooms(plan, w, sizes, limit, 2.0)
+        each = [
+            found[j].bytes / found[j].at_once if j in found else 0.0 for j in range(num_stages)
+        ]
+        nothing = (0.0,) * num_stages
+        costs = Costs(
+            forward_s=nothing, backward_s=nothing, param_bytes=tuple(map(float, sizes)),
+            cut_bytes=nothing, activation_bytes=tuple(each),
+        )  # fmt: skip
+        assert limit * 0.75 < memory(shown, costs, state_per_param=2.0)[w].total <= limit
+        for room in found.values():
+            assert limit - num_workers * 8 < room.limit_for(room.bytes) <= limit
+            assert room.limit_for(room.bytes + 1) > limit

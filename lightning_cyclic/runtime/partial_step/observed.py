@@ -95,7 +95,7 @@ class Observation:
         if isinstance(x, nn.Parameter) or place in self._still:
             return
         self._held.append(x.detach())
-        size = x.untyped_storage().nbytes()
+        size = _size(x)
         self._all[place] = size
         for seen in self._open:
             seen.saved[place] = size
@@ -207,7 +207,7 @@ def _is_parameter(x: Tensor) -> bool:
 def _sizes(found: Iterable[tuple[Tensor, int]], still: Collection[int]) -> _Sizes:
     """Return the storages of tensors that have gradients."""
     given = (x for x, _ in found if x.requires_grad and not _is_parameter(x))
-    return {_storage(x): x.untyped_storage().nbytes() for x in given if _storage(x) not in still}
+    return {_storage(x): _size(x) for x in given if _storage(x) not in still}
 
 
 def _places(found: Iterable[tuple[Tensor, int]]) -> set[int]:
@@ -216,6 +216,11 @@ def _places(found: Iterable[tuple[Tensor, int]]) -> set[int]:
 
 def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
+
+
+def _size(x: Tensor) -> int:
+    """Return the bytes of a tensor's storage; sparse ones have parts, which are tensors."""
+    return x.untyped_storage().nbytes() if x.layout == torch.strided else 0
 
 
 def _unused(_: Any) -> Tensor:

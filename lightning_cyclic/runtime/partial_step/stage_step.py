@@ -397,7 +397,9 @@ class StageStep:
         if a.kind is Kind.I:
             self._put_off[a.t, a.i, a.j] = cell
         if cell.again is None:
-            return self._backward_of(a, cell, take_gradients())
+            gone = self._backward_of(a, cell, take_gradients())
+            cell.found.clear()  # graphs that nothing has gone back through may live on
+            return gone
         with self._state.again(a.j, cell.found[0]):  # the backward may look at buffers, too
             self._run_again(a, cell, cell.again)
             return self._backward_of(a, cell, take_gradients())
