@@ -34,7 +34,9 @@ class PipelineStrategy(PlannedStrategy):
             itself, else one per stage]
         replicas: of the pipeline.
         activation_checkpointing: run a stage again for its backward instead of keeping what its
-            forward saved: "never", "always", or for each but the last micro-batch ("except_last").
+            forward saved: "never", "always", or for each but the last micro-batch ("except_last");
+            "optimal" runs again only those units of a stage that memory_limit_bytes leaves no room
+            for, by the schedule with the least recomputation.
         memory_limit_bytes: most bytes that a worker may keep, as the planner counts them: weights
             of all versions, gradients, optimizer state, and activations of all micro-batches
             under way; stages are cut so. [any number]

@@ -26,7 +26,7 @@ from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.runtime.whole_step.session import auto_stages
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds
 
-Checkpointing: TypeAlias = Literal["never", "always", "except_last"]
+Checkpointing: TypeAlias = Literal["never", "always", "except_last", "optimal"]
 ReduceDtype: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Clipping: TypeAlias = Literal["stage", "global"]
 
@@ -173,6 +173,24 @@ _USES: Final[Mapping[str, _Use]] = {
 }
 
 
+def _check_optimal(options: Options, plan: Plan) -> None:
+    """Refuse to choose what is run again where there is no limit, or no weights to run it with."""
+    what = "activation_checkpointing='optimal'"
+    if options.memory_limit_bytes is None:
+        raise ConfigurationError(
+            f"{what} without memory_limit_bytes, by which it chooses what is run again; allowed: "
+            "a number of bytes that each worker may keep; use memory_limit_bytes=24 * 10**9, or "
+            "activation_checkpointing='always'"
+        )
+    if plan.axes.weights.looks_ahead:
+        raise ConfigurationError(
+            f"{what} with preset {options.preset!r}, whose predicted weights are written over "
+            "before the backward, so that a part of a forward cannot be run again; allowed: "
+            "rules that keep what a forward has read; use activation_checkpointing='always', "
+            "or preset='pipedream_2bw'"
+        )
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -224,6 +242,8 @@ class Options:
                     f"{name}={value!r} with preset {self.preset!r}, which does not use it; "
                     f"allowed: {use.where}; use {use.example}, or leave {name} out"
                 )
+        if self.activation_checkpointing == "optimal":
+            _check_optimal(self, probe)
         if self.stages == "measured" and probe.placement not in ("pipelined", "shared"):
             raise ConfigurationError(
                 f"stages='measured' with preset {self.preset!r}, whose stages are cut by bytes, "

@@ -45,7 +45,7 @@ class CutFinder:
 
     def __init__(self, options: Options, state_per_param: float | None = None) -> None:
         self._options = options
-        self._state_per_param = state_per_param
+        self.state_per_param = state_per_param
         self._survey: Survey | None = None
 
     def find(self, module: nn.Module, step: Callable[[], Any]) -> Cuts:
@@ -56,10 +56,12 @@ class CutFinder:
             self._survey = survey(module, step, clock=options.clock)
         refuse_written(self._survey, keeps_order=options.keeps_order)
         stages = self._stages(self._survey, module)
+        optimal = options.activation_checkpointing == "optimal"
         cuts = choose_cuts(
             self._survey,
             stages,
-            memory_limit_bytes=options.memory_limit_bytes,
+            # which "optimal" keeps by what it runs again, wherever stages begin
+            memory_limit_bytes=None if optimal else options.memory_limit_bytes,
             # one device waits for nobody: memory is what it wants
             balance="activations" if options.plans_placement == "single" else "time",
             demands=self._demands(stages) if isinstance(stages, int) else None,
@@ -100,13 +102,13 @@ class CutFinder:
         Workers that take turns keep what no single stage decides.
         """
         options = self._options
-        if self._state_per_param is None or options.plans_placement != "pipelined":
+        if self.state_per_param is None or options.plans_placement != "pipelined":
             return None
         return Demands.of(
             options.plan(num_stages),
             again=options.activation_checkpointing != "never",
             network=options.network,
-            state_per_param=self._state_per_param,
+            state_per_param=self.state_per_param,
         )
 
     def loads(self, cuts: Cuts | None) -> list[Load] | None:
@@ -176,6 +178,7 @@ def make_session(
         is_under_autocast=isinstance(trainer.precision_plugin, MixedPrecision),
         expected_stages=plan.num_stages,
         memory_limit_bytes=options.memory_limit_bytes,
+        state_per_param=finder.state_per_param or 0.0,
         say=rank_zero_info,
         not_state=frozenset({*vars(LightningModule()), "log"}),
         is_delayed=plan.weights != "sync",

@@ -115,8 +115,11 @@ def relief(plan: Plan, remat: str) -> str:
         >>> relief(make_plan("cyclic_zero", num_stages=2, num_workers=2), "never")
         'To need less memory, use one of: smaller batches, with Trainer(accumulate_grad_batches=...); more ranks.'
     """  # noqa: E501  (as it is)
-    again = [] if remat == "always" else ['activation_checkpointing="always"']
+    again = ["a smaller memory_limit_bytes"] if remat == "optimal" else []
+    if remat in ("never", "except_last"):
+        again = ['activation_checkpointing="always"']
     shares = plan.axes.sharding.gathers
+    limits = [] if remat == "optimal" else ["memory_limit_bytes=..., by which stages are cut"]
     ways = {
         "single": ["smaller batches", "a larger num_microbatches", *again],
         "shared": ["smaller batches", *again],
@@ -124,7 +127,7 @@ def relief(plan: Plan, remat: str) -> str:
             "smaller batches",
             *again,
             "more stages, each on a rank of its own",
-            "memory_limit_bytes=..., by which stages are cut",
+            *limits,
         ],
         "replicated": [
             "smaller batches, with Trainer(accumulate_grad_batches=...)",

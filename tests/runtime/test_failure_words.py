@@ -141,6 +141,9 @@ def test_what_to_do_fits_the_preset(preset: str) -> None:
     is_cut = plan.placement in ("pipelined", "shared")
     assert ('activation_checkpointing="always"' in ways) is is_cut
     assert 'activation_checkpointing="always"' not in relief(plan, "always")
+    of_optimal = relief(plan, "optimal")
+    assert ("a smaller memory_limit_bytes" in of_optimal) is is_cut
+    assert "memory_limit_bytes=..." not in of_optimal
     assert ("memory_limit_bytes" in ways) is (plan.placement == "pipelined")
     assert ("cyclic_zero" in ways) is is_whole
     assert ("accumulate_grad_batches" in ways) is not is_cut

@@ -8,7 +8,7 @@ is as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, final
 
@@ -26,6 +26,14 @@ from lightning_cyclic.runtime.torch_functions import FunctionWatch
 
 _CALL = "forward"  # inside hooks, which run whether the forward is skipped or not
 _WITH_HOOKS = "_call_impl"
+
+
+class Follower(Protocol):
+    """Answer calls of the modules of a stage that is run for real."""
+
+    def following(self) -> AbstractContextManager[None]: ...
+
+    def call(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
 
 class Method(NamedTuple):
@@ -87,6 +95,7 @@ class CallRouter:
         self.run: Listener | None = None  # that is under way
         # the same, while it looks at calls: outside units
         self.looking: Listener | None = None
+        self._follower: Follower | None = None
         self.watch = FunctionWatch()
         self.num_stages = len(cuts.starts) + 1
         self._begins = {path: j for j, path in enumerate(cuts.starts, start=1)}
@@ -106,6 +115,23 @@ class CallRouter:
     def end(self) -> None:
         self.run = None
         self.look(None)
+
+    @contextmanager
+    def followed(self, follower: Follower) -> Iterator[None]:
+        """Let calls of modules within a run's own stage be followed."""
+        self._follower = follower
+        try:
+            with follower.following():
+                yield
+        finally:
+            self._follower = None
+
+    def called(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call what a module does."""
+        follower = self._follower
+        if follower is None:
+            return original(*args, **kwargs)
+        return follower.call(path, original, args, kwargs)
 
     def look(self, run: Listener | None) -> None:
         """Let the run look at what is called from here on, or nobody."""
@@ -218,7 +244,7 @@ class CallRouter:
         def call(*args: Any, **kwargs: Any) -> Any:
             run = self.looking
             if run is None:
-                return original(*args, **kwargs)
+                return self.called(path, original, args, kwargs)
             if m._forward_pre_hooks and not run.is_plain:
                 self._without_ghosts(m)
             return run.call(unit, original, args, kwargs)

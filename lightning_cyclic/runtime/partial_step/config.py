@@ -49,6 +49,7 @@ class StagewiseConfig:
         is_delayed: whether the plan reads versions older than the newest.
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
+        state_per_param: bytes of optimizer state per byte of parameters.
         verify: how many of the first steps are compared with the plain one.
         is_one_stage: whether one worker has all of the module, so that nobody waits for it: a step
             may return no loss then, and a batch that cannot be cut is one micro-batch.
@@ -79,6 +80,7 @@ class StagewiseConfig:
     forms: WeightForms = ALL
     sums: SumDtypes = AS_MADE
     verify: int = 0
+    state_per_param: float = 0.0
 
 
 _EVALUATES = frozenset({Kind.F, Kind.TELL, Payload.D, Payload.A, Payload.L})

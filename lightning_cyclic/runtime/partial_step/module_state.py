@@ -30,6 +30,7 @@ from lightning_cyclic.runtime.bits import kept, put, version
 from lightning_cyclic.runtime.partial_step.hidden import Hidden
 from lightning_cyclic.runtime.snapshot import refill
 from lightning_cyclic.runtime.stages.cuts import Cuts
+from lightning_cyclic.runtime.stages.evidence import is_inside
 from lightning_cyclic.runtime.values.plain import (
     is_plain,
     leaf_from_data,
@@ -271,6 +272,12 @@ class ModuleState:
         return (held, change.name) if change.key is None else (held[change.name], change.key)
 
     # ------------------------------------------------------------------ what there is
+
+    def changing_within(self, j: int, path: str) -> list[Tensor]:
+        """Return the buffers of a module of a stage that its runs change."""
+        if not (names := self._changing(j)):
+            return []
+        return [self._module.get_buffer(n) for n in names if is_inside(n, {path})]
 
     def _changing(self, j: int) -> list[str]:
         return [n for n in self._cuts.buffers[j] if n in self._cuts.changed]

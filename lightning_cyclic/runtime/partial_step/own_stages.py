@@ -16,6 +16,7 @@ from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan, program_of
 from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.plan.program import Program
+from lightning_cyclic.planner.rematerialisation import Room, rooms
 from lightning_cyclic.runtime.absent import is_absent, make_present
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.partial_step.collectives import Collectives, rank_of
@@ -121,6 +122,16 @@ class OwnStages:
     def own_names(self) -> set[str]:
         """Return the names of the parameters and buffers of stages that this worker updates."""
         return {n for j in self.updated for n in (*self.cuts.parameters[j], *self.cuts.buffers[j])}
+
+    def rooms(self) -> dict[int, Room]:
+        """Return how much of activations each stage of this worker may keep."""
+        limit, state = self.config.memory_limit_bytes, self.config.state_per_param
+        assert limit is not None
+        sizes = [
+            sum(p.numel() * p.element_size() for p in map(self.module.get_parameter, names))
+            for names in self.cuts.parameters
+        ]
+        return rooms(self.plan, self.worker, sizes, int(limit), state)
 
     # ------------------------------------------------------------------ what is trained
 

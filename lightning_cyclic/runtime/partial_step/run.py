@@ -232,7 +232,7 @@ class Run:
         given = None if self.notes is None else [tensor_print(x) for x in inputs]
         try:
             before = list(map(_version_of, inputs))
-            result = original(*args, **kwargs)
+            result = router.called(unit.path, original, args, kwargs)
             mutated: Sequence[int] = ()
             if list(map(_version_of, inputs)) != before:
                 pairs = enumerate(zip(inputs, before, strict=True))

@@ -38,6 +38,7 @@ from lightning_cyclic.runtime.partial_step.module_state import ModuleState
 from lightning_cyclic.runtime.partial_step.own_stages import OwnStages
 from lightning_cyclic.runtime.partial_step.plain_step import PlainStep
 from lightning_cyclic.runtime.partial_step.stage_step import StageStep
+from lightning_cyclic.runtime.partial_step.unit_schedules import UnitSchedules
 from lightning_cyclic.runtime.partial_step.updates import Updates
 from lightning_cyclic.runtime.partial_step.verifier import Expect, Verifier
 from lightning_cyclic.runtime.randomness import undisturbed
@@ -242,6 +243,8 @@ class StagewiseSession(AbstractSession):
             config.seed, config.remat, versions, config.is_one_stage,
         )  # fmt: skip
         step.say = config.say
+        if config.remat == "optimal":
+            step.schedules = UnitSchedules(self.module, own.cuts, own.rooms(), config.say)
         step.held = self._held = generators_of(self.module, config.not_state)
         if config.is_under_autocast and not (versions is not None and versions.overwrites):
             step.casts = CastCopies()  # else copies have no one value

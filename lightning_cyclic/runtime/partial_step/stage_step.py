@@ -31,6 +31,8 @@ from torch.autograd.graph import (
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.plan.roles import adds_at_once
+from lightning_cyclic.runtime import generators
+from lightning_cyclic.runtime.bits import kept, put
 from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.evidence import Notes
@@ -38,15 +40,18 @@ from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.losses import check_loss, loss_of
 from lightning_cyclic.runtime.partial_step.micro_batches import BatchReads, noted, noting
 from lightning_cyclic.runtime.partial_step.module_state import ModuleState, Seen, Visit
+from lightning_cyclic.runtime.partial_step.observed import Observation
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Lesson, Outcome, Packet
 from lightning_cyclic.runtime.partial_step.passage import Entry, Habit, Habits, Passage
 from lightning_cyclic.runtime.partial_step.run import Run
+from lightning_cyclic.runtime.partial_step.segments import Resumed
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
 from lightning_cyclic.runtime.partial_step.split_backward import Pieces, Weights, edge_of
 from lightning_cyclic.runtime.partial_step.tape import Delivery
+from lightning_cyclic.runtime.partial_step.unit_schedules import Follower, UnitSchedules
 from lightning_cyclic.runtime.partial_step.versions import Version, Versions
-from lightning_cyclic.runtime.randomness import Randomness
+from lightning_cyclic.runtime.randomness import Randomness, undisturbed
 from lightning_cyclic.runtime.values.trees import map_tensors
 from lightning_cyclic.runtime.weight_watch import WeightWatch
 
@@ -75,7 +80,7 @@ class _Cell:
     edges: dict[Handle, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
     versions: tuple[Version, ...] = ()  # whose stand-ins the graph holds
-    found: Seen | None = None  # of what the module keeps
+    found: list[Seen] = field(default_factory=list)  # of what the module keeps, behind F
     pieces: Pieces | None = None  # of a backward that is split
     own: dict[str, Tensor] = field(default_factory=dict)  # made at I, of tied parameters
     again: _Again | None = None  # if it is run again
@@ -108,6 +113,7 @@ class StageStep:
     runs_again = False  # whether all are
     still: Mapping[str, Tensor] = MappingProxyType({})  # buffers that it watches, too
     say: Callable[[str], None] = print
+    schedules: UnitSchedules | None = None  # of what is run again, unit by unit
 
     def __init__(
         self,
@@ -182,20 +188,55 @@ class StageStep:
             What crosses to the next stage; None behind the last.
         """
         cell, micro = _Cell(), self._of(a)
-        again = self._training and self._is_run_again(a)
+        follower = self._follower(a, micro, cell)
+        looks = isinstance(follower, Observation)
+        again = self._training and (looks or self._is_run_again(a))
         passage = Passage(take_packet, self._lessons.get(micro.family), copied=again)
         visit = self._state.begin(a.j, runs_again=again)
-        if not again and self._versions is None and self.casts is None:  # which costs nothing
+        if not (again or self._versions or self.casts or follower):  # which costs nothing
             run, output = self._pass(a, micro, passage, visit, cell)
         else:
             saving = _discard() if again else self.casts.shared() if self.casts else _NOTHING
-            with saving, self._showing(a, cell):
+            following = self._router.followed(follower) if follower else _NOTHING
+            with saving, self._showing(a, cell), following:
                 run, output = self._pass(a, micro, passage, visit, cell)
         gone = self._finish_forward(a, run, cell, passage, output, visit)
         assert a.i is not None
         of = None if gone is None else (a.t, a.i)
-        cell.found = self._state.end(a.j, visit, of)
+        cell.found.append(self._state.end(a.j, visit, of))
+        if isinstance(follower, Observation):
+            assert self.schedules is not None
+            inputs = sum(x.nbytes for h, x in passage.packet.tensors.items())
+            self.schedules.learn(a.j, micro.kind, follower, inputs)
         return gone
+
+    def _follower(self, a: Action, micro: Micro, cell: _Cell) -> Follower | None:
+        """Return what follows the units of a stage of which some are run again."""
+        if self.schedules is None or not self._training or self._is_run_again(a):
+            return None
+        moments = partial(self._moment, a.j, cell.found)
+        return self.schedules.follower(a.j, micro.kind, moments)
+
+    def _moment(self, j: int, found: list[Seen], path: str) -> Resumed:
+        """Note what a unit is about to find, for a run of it again.
+
+        Args:
+            found: what the whole forward has found, behind its end; no cell, which has the graph.
+        """
+        every = [*generators.of_process(self._router.device).values(), *self.held.values()]
+        states = generators.states_of(every)
+        buffers = self._state.changing_within(j, path)
+        copies = [b.detach().clone() for b in buffers]
+
+        @contextmanager
+        def resumed() -> Iterator[None]:
+            again = self._state.again(j, found[0]) if found else kept(buffers)
+            with undisturbed(self._router.device, self.held), again:
+                generators.put(states)
+                put(buffers, copies)
+                yield
+
+        return resumed
 
     def _pass(
         self, a: Action, micro: Micro, passage: Passage, visit: Visit, cell: _Cell
@@ -356,9 +397,10 @@ class StageStep:
         if a.kind is Kind.I:
             self._put_off[a.t, a.i, a.j] = cell
         if cell.again is None:
-            return self._backward_of(a, cell, take_gradients())
-        assert cell.found is not None
-        with self._state.again(a.j, cell.found):  # the backward may look at buffers, too
+            gone = self._backward_of(a, cell, take_gradients())
+            cell.found.clear()  # graphs that nothing has gone back through may live on
+            return gone
+        with self._state.again(a.j, cell.found[0]):  # the backward may look at buffers, too
             self._run_again(a, cell, cell.again)
             return self._backward_of(a, cell, take_gradients())
 
@@ -430,7 +472,7 @@ class StageStep:
         lent = {name for name, _ in self._ownership.lent(a.j)}
         apart = [
             name for name, p in trained.items()
-            if name in lent or (pieces.looks and p in weights)
+            if name in lent or ((pieces.looks or self.schedules) and p in weights)
         ]  # fmt: skip
         own = apart if adds_at_once(self._plan, a) else [*trained]
         return [*own, *self._ownership.borrowed(a.j)]

@@ -47,6 +47,7 @@ class Cuts:
         unused: names of the parameters that the step did not use -> the ones beside them.
         metrics: path of each metric -> the stage that updates it; the last if none was seen to.
         written: names of the parameters that the step itself changed, and may.
+        times: paths of modules with parameters -> ns of a call of theirs, by the survey's clock.
     """
 
     starts: tuple[str, ...]
@@ -61,6 +62,7 @@ class Cuts:
     exposed: frozenset[str] = frozenset()
     stateful: frozenset[str] = frozenset()
     unused: dict[str, str] = field(default_factory=dict)
+    times: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_stages(self) -> int:
@@ -108,6 +110,7 @@ class Cuts:
             "exposed": sorted(self.exposed),
             "stateful": sorted(self.stateful),
             "unused": dict(self.unused),
+            "times": dict(self.times),
         }
 
     @classmethod
@@ -125,6 +128,7 @@ class Cuts:
             exposed=frozenset(data.get("exposed", ())),
             stateful=frozenset(data.get("stateful", ())),
             unused=dict(data.get("unused", {})),
+            times=dict(data.get("times", {})),
         )
 
 
@@ -221,7 +225,17 @@ def _cuts(survey: Survey, places: Sequence[Place]) -> Cuts:
         exposed=frozenset(glue.keys() - repeated),
         stateful=survey.stateful,
         unused={n: survey.beside(n) or "" for n, h in survey.parameters.items() if not h.uses},
+        times=_times(survey),
     )
+
+
+def _times(survey: Survey) -> dict[str, int]:
+    """Return the mean time of a unit's calls."""
+    found: dict[str, list[int]] = {}
+    for call in survey.calls:
+        if call.is_unit:
+            found.setdefault(call.path, []).append(call.end_ns - call.begin_ns)
+    return {path: sum(each) // len(each) for path, each in found.items()}
 
 
 def _tick_beside(survey: Survey, name: str) -> int:
