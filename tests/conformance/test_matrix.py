@@ -31,7 +31,9 @@ ALIKE = {  # rows of which others show the same by default, here or elsewhere
 }  # fmt: skip
 
 
-ALSO = {("updates left out", "cyclic_dp")}  # which workers of whole steps notice elsewhere
+ALSO = {  # workers of whole steps have another code for it
+    ("updates left out", "cyclic_dp"), ("compiled block", "cyclic_dp"),
+}  # fmt: skip
 
 
 def by_default(number: int, name: str, preset: int) -> bool:
