@@ -63,7 +63,7 @@ def test_intervals_and_lifetimes() -> None:
 
 def test_what_could_be_away_meanwhile() -> None:
     (whole,) = ONE.spans
-    # 4 ms suffice for 8 bytes to and fro at 4 bytes/ms, 2 ms for 4 bytes, and 1 ms for 2 bytes
+    # 4 ms suffice for 8 bytes there and back at 4 bytes/ms, 2 ms for 4 bytes, and 1 ms for 2 bytes
     assert ONE.swap(whole, 4e3) == Swap(num_bytes=14, peak_bytes=12)  # at the uses in event 1
     # at half of that 8 ms would be needed for the weight, 4 for the activation
     assert ONE.swap(whole, 2e3) == Swap(num_bytes=0, peak_bytes=14)
