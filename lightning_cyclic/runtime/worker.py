@@ -17,7 +17,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter
 from typing import Generic, Protocol, TypeAlias, TypeVar, cast, final
@@ -81,8 +80,9 @@ class LaneThread(Generic[T]):
             self._over.wait_for(lambda: self.num_over >= number)
         self.check()
         last: AbstractMoment = PAST
-        while self._done and self._done[0][0] <= number:
-            _, last = self._done.popleft()
+        with self._over:  # the lane takes away what is over, too
+            while self._done and self._done[0][0] <= number:
+                _, last = self._done.popleft()
         last.join()
 
     def check(self) -> None:
@@ -113,9 +113,9 @@ class LaneThread(Generic[T]):
         moment = self._streams.now()
         if moment.is_over():
             return
-        self._done.append((self.num_over + 1, moment))
-        with suppress(IndexError):  # who waits takes them, too
-            while self._done[0][1].is_over():  # most are of no interest outside the lane
+        with self._over:
+            self._done.append((self.num_over + 1, moment))
+            while self._done and self._done[0][1].is_over():  # of no interest any more
                 self._done.popleft()
 
     def _try(self, a: T) -> None:

@@ -222,7 +222,11 @@ class _Watch:
         while not self._closed.wait(_WATCH_S):
             late = self._look(time.monotonic())
             if late is not None:
-                self._end(late.named(TimeoutError("it has not run")))
+                error: Exception = TimeoutError("it has not run")
+                try:
+                    error = late.named(TimeoutError("it has not run"))
+                finally:  # also where it cannot be named: hosts wait for this thread's word
+                    self._end(error)
                 return
 
     def _look(self, now_s: float) -> _Wait | None:
