@@ -34,6 +34,7 @@ from lightning_cyclic.planner.ring import sizes_of_groups
 from lightning_cyclic.planner.search import search
 from lightning_cyclic.planner.table import as_config, as_data, table
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_bytes, parse_seconds
+from lightning_cyclic.viz.files import write
 
 _LAYOUTS = {  # of the file of a strategy -> how it is used
     "lightning": "python train.py fit --trainer.strategy {}",
@@ -124,7 +125,7 @@ def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
     ranking = search(problem, most=arguments.rows)
     if arguments.save:
         config = as_config(ranking.plans[0], arguments.layout)
-        _write(Path(arguments.save), yaml.safe_dump(config, sort_keys=False))
+        write(Path(arguments.save), yaml.safe_dump(config, sort_keys=False).encode())
     if arguments.json:
         return json.dumps(as_data(ranking), indent=2)
     parts = [table(ranking, colour=has_colours())]
@@ -171,18 +172,8 @@ def _profiles(arguments: argparse.Namespace) -> tuple[ModelProfile, ...]:
         num_micros=arguments.num_microbatches,
     )
     if arguments.save_profile:
-        _write(Path(arguments.save_profile), to_json(found))
+        write(Path(arguments.save_profile), to_json(found).encode())
     return found
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise PlanError(
-            f"{path} cannot be written ({error.strerror}); allowed: a file in a folder that "
-            "exists; check the path"
-        ) from error
 
 
 def _text(path: Path) -> str:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cyclic.runtime.moments import AbstractMoment, AbstractStreams
+from lightning_cyclic.runtime.moments import AbstractMoment, AbstractStreams, streams_of
 from lightning_cyclic.runtime.transport.base import AbstractPending, Gone, Named, is_of_loader
 from lightning_cyclic.runtime.transport.crew import AbstractCrew
 
@@ -240,10 +240,6 @@ class _Watch:
         return next((w for w in waits if w.since_s and now_s - w.since_s > self._limit_s), None)
 
 
-def stream_on(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
 def ask_for_queues() -> None:
     """Let a GPU have as many queues as it can, before it is first used; a user's number stays.
 
@@ -334,8 +330,8 @@ class StreamCopies(AbstractCopies):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out = stream_on(device)
-        self._in = stream_on(device)
+        streams = streams_of(device)
+        self._out, self._in = streams.new(), streams.new()
 
     @override
     def to_host(self, data: Tensor) -> tuple[Tensor, Event]:
