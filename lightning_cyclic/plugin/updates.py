@@ -216,6 +216,17 @@ class Updates:
                     "optimizer_step, or strategy='1f1b'"
                 )
 
+    @contextmanager
+    def _same_groups(self) -> Iterator[None]:
+        """Run the body, hooks of an update of which it is known what it updates.
+
+        Raises:
+            ConfigurationError: it has added a group.
+        """
+        before = noted_values(self._optimizer)
+        yield
+        changed_values(self._optimizer, before)
+
     def put_groups(self, t: int, groups: Values) -> None:
         self._remembered[t] = _Remembered(groups, {}, self._trainer.global_step)
 
@@ -268,7 +279,7 @@ class Updates:
             overflowed = self._owner.overflowed(t, each)
             if self._told_before:
                 self._measured = [(p, Mark.of(p.grad)) for p in parameters]
-            with nullcontext() if self._lag is None else self.unchanged():
+            with self._same_groups() if self._lag is None else self.unchanged():
                 self._run_hooks(parameters)
                 self._clip_gradients(list(each.values()), parameters)
             self._measured = []  # which would keep their memory

@@ -33,6 +33,8 @@ ALIKE = {  # rows of which others show the same by default, here or elsewhere
 
 ALSO = {  # workers of whole steps have another code for it
     ("updates left out", "cyclic_dp"), ("compiled block", "cyclic_dp"),
+    # and so have those that shard weights, and pipelines that update within optimizer_step
+    ("frozen in the step", "cyclic_zero"), ("group in a hook", "1f1b"),
 }  # fmt: skip
 
 

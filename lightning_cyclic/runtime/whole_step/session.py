@@ -111,10 +111,12 @@ class Session(AbstractSession):
         update: Update,
     ) -> None:
         super().__init__(module, config.assembly, worker, worker, device, _not_relayed)
-        self._watch = WeightWatch(worker, buffer_changed=_not_relayed)
         self._trained = dict(parameters)
         self._config = config
         self._probe = config.make_plan(1, (), (), 1)  # what does not depend on the stages
+        # an owner adds up gradients of what is trained when a step begins, and of nothing else
+        may_freeze = not self._probe.axes.sharding.gathers
+        self._watch = WeightWatch(worker, may_freeze=may_freeze, buffer_changed=_not_relayed)
         self._update = update
         self._seed = config.seed
         self.stop_requested = False
