@@ -18,6 +18,9 @@ behind ``#``:
     2ADD1#4            add the gradient of micro-batch 1 to the sum of those before it
     0TELL#4            note what came out of step 4; the own first stage is 0
     2GATHER@3#4, 2FREE@3#4   fetch or drop the bytes of stage 2 (sharding "full")
+    2FETCH_O#4         copy optimizer state of stage 2 into memory, for its update of step 4
+    2EVICT_O#4         copy it to where there is room, when that update is over
+    2FREE_O#4          drop what has been copied
 
 A RECV says where a worker is ready for a message, which is where it is posted; what waits for the
 message is the action that reads it. An action runs on the main lane of its worker, one after the
@@ -53,6 +56,8 @@ class Kind(_Name):
     TELL = "TELL"
     GATHER = "GATHER"
     FREE = "FREE"
+    FETCH = "FETCH"
+    EVICT = "EVICT"
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
@@ -77,12 +82,14 @@ class Payload(_Name):
     K = "K"  # a signal to start, worker w -> w+1; only in a step that all begin together
     X = "X"  # what a message of another form than the last looks like, and its content
     M = "M"  # a metric's state at the end of an epoch, worker of stage j -> the others
+    O = "O"  # noqa: E741  optimizer state, between tiers of memory: no message
 
 
 class Lane(_Name):
     MAIN = ""
     SUMS = "sums"  # gradients are added and passed on while the backward goes on
     WEIGHTS = "weights"  # versions are passed on as soon as they have come
+    TIERS = "tiers"  # what leaves memory, or comes back, is copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +97,8 @@ class Action:
     """Hold one action of one worker.
 
     Args:
-        payload: what travels; only for SEND and RECV.
+        payload: what travels, or is moved; only for SEND and RECV, FETCH and EVICT, and FREE of
+            what was moved.
         t: training step (0-based). Of an UPDATE: the step whose gradients it applies.
         j: stage (0 = input side).
         i: micro-batch inside the step (0-based); only of F, B, I, W and ADD, of messages A, G, S,
@@ -152,9 +160,10 @@ Program = tuple[Action, ...]  # what one worker does, in its order
 
 _PATTERN = re.compile(
     r"(?P<j>\d+)"
-    r"(?:(?P<kind>F|B|I|W|ADD|UPDATE|TELL|GATHER|FREE)|(?P<way>SEND|RECV)_(?P<payload>[AGSTHPRWVDLNCKXM]))"
+    r"(?:(?P<kind>F|B|I|W|ADD|UPDATE|TELL|GATHER|FREE)"
+    r"|(?P<way>SEND|RECV)_(?P<payload>[AGSTHPRWVDLNCKXM])|(?P<move>FETCH|EVICT|FREE)_(?P<moved>O))"
     r"(?P<i>\d+)?(?:@(?P<v>\d+))?(?:(?P<arrow>[<>])(?P<peer>\d+))?#(?P<t>\d+)"
-    r"(?:~(?P<lane>sums|weights))?",
+    r"(?:~(?P<lane>sums|weights|tiers))?",
     re.ASCII,  # other scripts' digits would parse but not print back
 )
 _WITH_MICRO = {
@@ -189,9 +198,9 @@ def parse(text: str) -> Action:
             "#step, such as 2F0@3#4, 2SEND_S0>1#4, 2RECV_P@3<0#4 or 2UPDATE@4#3; write one of "
             "these forms, or make the text with str(action)"
         )
-    payload = match["payload"]
+    payload = match["payload"] or match["moved"]
     return Action(
-        kind=Kind(match["kind"] or match["way"]),
+        kind=Kind(match["kind"] or match["way"] or match["move"]),
         payload=None if payload is None else Payload(payload),
         t=int(match["t"]),
         j=int(match["j"]),
@@ -208,7 +217,8 @@ def _number(digits: str | None) -> int | None:
 
 def _is_complete(match: re.Match[str]) -> bool:
     """Say whether exactly the fields that the kind or payload needs are there."""
-    what = Payload(match["payload"]) if match["payload"] else Kind(match["kind"])
+    payload = match["payload"] or match["moved"]
+    what = Payload(payload) if payload else Kind(match["kind"])
     arrow = {"SEND": ">", "RECV": "<", None: None}[match["way"]]
     version_fits = what in _MAYBE_VERSION or (match["v"] is not None) == (what in _WITH_VERSION)
     return (

@@ -13,6 +13,9 @@
     UPDATE     reads  the sum of all, the version before, norms       makes weights
     TELL       reads  losses
     FREE       reads  weights, once they have come                    and frees them
+    FETCH      makes  optimizer state, where it comes for its update  which makes it anew
+    EVICT      reads  new state                                       makes its copy
+               FREE of state reads both, and frees them
     SEND       reads  what it carries                                 and frees it if it goes away
     RECV       makes  what it carries
 
@@ -60,6 +63,9 @@ class Datum(enum.Enum):
     LOSSES = enum.auto()  # (t,)
     NORMS = enum.auto()  # (t, j)
     START = enum.auto()  # (t,): the word that a step may begin
+    STATE = enum.auto()  # (j, t): optimizer state in memory, for an update
+    NEW_STATE = enum.auto()  # (j, t): what the update has made of it
+    COPY = enum.auto()  # (j, t): that where there is room
 
 
 Item: TypeAlias = tuple[object, ...]  # a Datum and its numbers
@@ -197,9 +203,16 @@ class Dataflow:
         taken: tuple[Item, ...] = ((Datum.SUM, a.t, a.j, None),)
         if (plan := self._plan) is not None and plan.updates_hear_norms:
             reads += [(Datum.NORMS, a.t, j) for j in range(plan.num_stages)]
+        if plan is not None and plan.tiers is not None and plan.tiers.moved[a.j]:
+            state = ((Datum.STATE, a.j, a.t),)
+            made = ((Datum.WEIGHTS, a.j, a.v), (Datum.NEW_STATE, a.j, a.t))
+            return Flow((*taken, *reads, *state), made, (*taken, *state))
         return Flow((*taken, *reads), ((Datum.WEIGHTS, a.j, a.v),), taken)
 
     def _free(self, a: Action) -> Flow:
+        if a.payload is Payload.O:
+            gone = ((Datum.COPY, a.j, a.t), (Datum.NEW_STATE, a.j, a.t))
+            return Flow(gone, (), gone)
         weights = ((Datum.WEIGHTS, a.j, a.v),)
         return Flow(weights, (), weights)
 
@@ -259,6 +272,8 @@ _ROWS: dict[Kind, Callable[[Dataflow, Action], Flow]] = {
     Kind.TELL: lambda _, a: Flow(((Datum.LOSSES, a.t),)),
     Kind.GATHER: lambda _, a: Flow(),
     Kind.FREE: Dataflow._free,
+    Kind.FETCH: lambda _, a: Flow((), ((Datum.STATE, a.j, a.t),)),
+    Kind.EVICT: lambda _, a: Flow(((Datum.NEW_STATE, a.j, a.t),), ((Datum.COPY, a.j, a.t),)),
     Kind.SEND: Dataflow._send,
     Kind.RECV: Dataflow._receive,
 }

@@ -19,6 +19,7 @@ from lightning_cyclic.plan.passes.norms import norms
 from lightning_cyclic.plan.passes.receives import lanes, receives
 from lightning_cyclic.plan.passes.route import route
 from lightning_cyclic.plan.passes.shards import shards
+from lightning_cyclic.plan.passes.tiers import tiers
 from lightning_cyclic.plan.passes.updates import updates
 from lightning_cyclic.plan.plan import Plan, kept
 from lightning_cyclic.plan.program import NotSteadyError, Program, last_that_repeats
@@ -53,8 +54,9 @@ def window(plan: Plan) -> tuple[Actions, ...]:
     programs = updates(plan, programs)
     programs = tuple(tuple(adds(plan, program, w)) for w, program in enumerate(programs))
     programs = norms(plan, route(plan, programs))  # [6] what all owners must know of all others
-    # [7] What runs beside the compute, [8] where receives are posted, [9] who holds the bytes.
-    return shards(plan, receives(plan, lanes(plan, programs)))
+    # [7] What runs beside the compute, [8] where receives are posted, [9] who holds the bytes,
+    # [10] and where.
+    return tiers(plan, shards(plan, receives(plan, lanes(plan, programs))))
 
 
 def computed(plan: Plan) -> tuple[Actions, ...]:

@@ -123,6 +123,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         relayed_until=relayed_until,
         updates_meet=False,
         group_size=group_size,
+        tiers=None,
     )
     if proved:
         return _proved(plan)

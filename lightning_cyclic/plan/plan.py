@@ -26,6 +26,7 @@ from lightning_cyclic.plan.presets import (
     Axes,
 )
 from lightning_cyclic.plan.schedules import AbstractSchedule, Rounds, SideBySide, ceil_div
+from lightning_cyclic.plan.tiers import Tiers
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class Plan:
         updates_meet: whether owners, who wait for each other's norms, update at one point: where
             the first worker reads a new version of sharded weights, else each behind its step. If
             not, each updates where it first reads a new version.
+        tiers: what is in memory only while it is used. [all is there]
     """
 
     preset: str
@@ -64,6 +66,7 @@ class Plan:
     relayed_until: tuple[int, ...] = ()
     updates_meet: bool = False
     group_size: int = 1
+    tiers: Tiers | None = None
 
     @cached_property
     def axes(self) -> Axes:
@@ -213,10 +216,12 @@ class Plan:
 
         An owner whose older version others still read makes the new one in a copy. Stage by
         stage, the gradients of one are gone before the next is copied. Where all stages are
-        clipped together their gradients are needed at once.
+        clipped together their gradients are needed at once. So is their optimizer state, unless it
+        comes and goes.
         """
         _, _, weights, sharding = self.axes
-        return sharding.gathers and not weights.at_end_of_step and self.norms == "none"
+        is_lean = sharding.gathers and not weights.at_end_of_step and self.norms == "none"
+        return is_lean or self.tiers is not None
 
     @property
     def num_groups(self) -> int:

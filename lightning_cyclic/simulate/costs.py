@@ -18,7 +18,9 @@ BACKWARD_PER_FORWARD = 2.0  # a backward makes two products where its forward ma
 FIRST_HALF = 0.5  # of a backward that is split: one of those products is for the input
 
 
-_NONE_BY_DEFAULT = ("update_s", "cut_bytes", "buffer_bytes", "tied_bytes", "activation_bytes")
+_NONE_BY_DEFAULT = (
+    "update_s", "moved_s", "cut_bytes", "buffer_bytes", "tied_bytes", "activation_bytes",
+)  # fmt: skip
 
 
 @final
@@ -93,6 +95,8 @@ class Costs:
     Args:
         param_bytes: bytes of the parameters; a gradient has as many.
         update_s: seconds of one optimizer step; none by default.
+        moved_s: seconds in which optimizer state that leaves memory is copied, one way; none by
+            default.
         cut_bytes: bytes of the activations that enter the stage, for one micro-batch; of stage
             0, of the batch, which is not sent.
         buffer_bytes: bytes of the buffers that are relayed (BatchNorm statistics).
@@ -108,6 +112,7 @@ class Costs:
     backward_s: tuple[float, ...]
     param_bytes: tuple[float, ...]
     update_s: tuple[float, ...] = ()
+    moved_s: tuple[float, ...] = ()
     cut_bytes: tuple[float, ...] = ()
     buffer_bytes: tuple[float, ...] = ()
     tied_bytes: tuple[float, ...] = ()
@@ -174,6 +179,8 @@ class Costs:
             return self.backward_s[action.j] * FIRST_HALF
         if action.kind is Kind.W:
             return self.backward_s[action.j] * (1 - FIRST_HALF)
+        if action.kind in (Kind.FETCH, Kind.EVICT):
+            return self.moved_s[action.j]
         return self.update_s[action.j] if action.kind is Kind.UPDATE else 0.0
 
     def message_bytes(self, action: Action) -> float:

@@ -131,7 +131,7 @@ def simulate(
     graph = build(programs, plan, network)
     seconds = [
         costs.compute_s(action)
-        if action.payload is None
+        if action.peer is None
         else network.between(worker, action.peer).transfer_s(costs.message_bytes(action))
         for worker, action in zip(graph.workers, graph.actions, strict=True)
     ]

@@ -1,10 +1,11 @@
 """Programs as a graph: what each action waits for, and on which lane of its worker it runs.
 
-Each worker has three lanes, which are busy independently of each other:
+Each worker has four lanes, which are busy independently of each other:
 
     compute   F, B, UPDATE, one after the other in program order
     send      messages out
     receive   messages in; receives count as posted ahead
+    tiers     what leaves memory, or comes back
 
 An action waits for the data that it reads (plan/dataflow.py) and for nothing else, so a late
 message delays the actions that need it, and a send never delays the compute of its worker.
@@ -41,11 +42,12 @@ _COMPUTE = (ActionLane.MAIN, False, False)  # the queue of what has no message
 
 
 class Lane(enum.IntEnum):
-    """Name the three lanes of a worker."""
+    """Name the lanes of a worker."""
 
     COMPUTE = 0
     SEND = 1
     RECEIVE = 2
+    TIERS = 3
 
 
 @final
@@ -90,6 +92,8 @@ class Graph:
         kind = self.actions[node].kind
         if kind in (Kind.SEND, Kind.ADD):  # an ADD takes no time, and holds nothing up
             return Lane.SEND
+        if kind in (Kind.FETCH, Kind.EVICT):
+            return Lane.TIERS
         return Lane.RECEIVE if kind is Kind.RECV else Lane.COMPUTE
 
 
@@ -139,13 +143,20 @@ def _read_program(
                 rooms[node] = previous[_COMPUTE]
         elif action.kind is not Kind.RECV:
             # messages of one payload leave a port in program order
-            queue = action.lane, action.payload or action.kind is Kind.ADD, inside(action.peer)
-            if queue in previous:
-                graph.wait(node, on=previous[queue])
+            carried = None if action.kind is Kind.FREE else action.payload
+            queue = action.lane, carried or action.kind is Kind.ADD, inside(action.peer)
+            # a FETCH has room behind what comes before it
+            for before in {queue, _COMPUTE} if action.kind is Kind.FETCH else (queue,):
+                _wait_if_any(graph, node, previous.get(before))
             previous[queue] = node
         for item in row.makes:
             made.add(node, item)
     return rooms
+
+
+def _wait_if_any(graph: Graph, node: int, on: int | None) -> None:
+    if on is not None:
+        graph.wait(node, on=on)
 
 
 @final

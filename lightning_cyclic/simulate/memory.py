@@ -237,7 +237,8 @@ class Span(NamedTuple):
 
     kind: str
     """"activations" or "inputs"; of workers that run whole micro-batches "versions", "fetched",
-    "gradients" or "sums", of others "weights", "gradients" or "returns"."""
+    "gradients", "sums" or "state", which comes and goes, of others "weights", "gradients" or
+    "returns"."""
     j: int
     begin: int
     end: int
@@ -256,6 +257,8 @@ class _Sizes:
             "activations": costs.activation_bytes, "inputs": costs.cut_bytes,
             "returns": (*costs.cut_bytes[1:], 0.0),  # gradients of what enters the next stage
         }  # fmt: skip
+        if plan.tiers is not None:
+            self._by_kind["state"] = tuple(map(float, plan.tiers.moved))
         self._state, self._gradient, self._index = state, gradient, index
         cells = range(plan.num_microbatches)
         self._predicted = [  # stages whose forwards look ahead, once the run is under way
@@ -291,19 +294,22 @@ class _Sizes:
         owned = sum(size for j, size in enumerate(self._params) if self._plan.owner(j) == w)
         is_sharded = self._plan.axes.sharding.gathers
         one = owned if is_sharded else sum(self._params)
-        kinds = "fetched", "versions", "gradients", "sums", "activations", "inputs"
+        kinds = "fetched", "versions", "gradients", "sums", "activations", "inputs", "state"
         columns = [self._series(found, kind, places) for kind in kinds]
         if not is_sharded:  # each stage keeps as many buffers as it ever needs at once
             for n in (1, 3):
                 columns[n] = [self._buffers(found, kinds[n])] * places
+        stays = self._state * owned
+        if (tiers := self._plan.tiers) is not None:
+            stays = sum(x for j, x in enumerate(tiers.kept) if self._plan.owner(j) == w)
         return [
             Memory(
                 parameters=one + fetched, versions=older,
-                gradients=self._gradient * own, optimizer=self._state * owned,
+                gradients=self._gradient * own, optimizer=stays + state,
                 activations=activations, inputs=inputs, returns=0.0,
                 in_flight=self._gradient * sums, index=self._index * sum(self._params),
             )
-            for fetched, older, own, sums, activations, inputs in zip(*columns, strict=True)
+            for fetched, older, own, sums, activations, inputs, state in zip(*columns, strict=True)
         ]  # fmt: skip
 
     def stages_by_place(self, w: int, found: Sequence[Span], places: int) -> list[Memory]:
@@ -362,6 +368,7 @@ def spans(plan: Plan, *, remat: bool = False) -> tuple[tuple[Span, ...], ...]:
             *_gradients(plan, program, leaving),
             *_weights(plan, program, leaving),
             *_activations(plan, program, w, remat),
+            *_state(program),
         )
         for w, (program, leaving) in enumerate(zip(programs, leavings, strict=True))
     )
@@ -482,8 +489,18 @@ def _fetched(program: Program) -> Iterator[Span]:
     for n, a in enumerate(program):
         if a.kind is Kind.RECV and a.payload is Payload.P:
             since[a.j] = n
-        elif a.kind is Kind.FREE and a.j in since:
+        elif a.kind is Kind.FREE and a.payload is None and a.j in since:
             yield Span("fetched", a.j, since.pop(a.j), n)
+
+
+def _state(program: Program) -> Iterator[Span]:
+    """Yield the optimizer state that comes and goes, from its FETCH to its FREE."""
+    since: dict[tuple[int, int], int] = {}
+    for n, a in enumerate(program):
+        if a.kind is Kind.FETCH:
+            since[a.j, a.t] = n
+        elif a.payload is Payload.O and a.kind is Kind.FREE:
+            yield Span("state", a.j, since.pop((a.j, a.t)), n)
 
 
 def _older(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:

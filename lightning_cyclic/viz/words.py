@@ -22,6 +22,7 @@ CARRIED = {
     Payload.K: "the signal to start",
     Payload.X: "the form of a message",
     Payload.M: "a metric",
+    Payload.O: "optimizer state",
 }
 _DONE = {
     Kind.F: "forward",
@@ -33,6 +34,11 @@ _DONE = {
     Kind.TELL: "note losses and logs",
     Kind.GATHER: "fetch weights",
     Kind.FREE: "drop weights",
+}
+_MOVED = {
+    Kind.FETCH: "fetch",
+    Kind.EVICT: "put away",
+    Kind.FREE: "drop",
 }
 
 
@@ -48,6 +54,8 @@ def title(a: Action) -> str:
     """
     if a.payload is None:
         what = _DONE[a.kind]
+    elif a.payload is Payload.O:
+        what = f"{_MOVED[a.kind]} {CARRIED[a.payload]}"
     elif a.kind is Kind.SEND:
         what = f"send {CARRIED[a.payload]}"
     else:

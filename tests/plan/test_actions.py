@@ -15,6 +15,9 @@ def actions(draw):
     kind = draw(st.sampled_from(Kind))
     is_message = kind in (Kind.SEND, Kind.RECV)
     payload = draw(st.sampled_from(Payload)) if is_message else None
+    if payload is Payload.O or kind in (Kind.FETCH, Kind.EVICT):  # which no message carries
+        kind, is_message = draw(st.sampled_from([Kind.FETCH, Kind.EVICT, Kind.FREE])), False
+        payload = Payload.O
     what = payload or kind
     has_micro = what in (
         *COMPUTE, Kind.ADD, Payload.A, Payload.G, Payload.S, Payload.H, Payload.R, Payload.W

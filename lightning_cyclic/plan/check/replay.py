@@ -40,6 +40,7 @@ from lightning_cyclic.plan.roles import version_readers
 # what would be alive for ever behind a flush
 _ARE_TAKEN = frozenset({
     Datum.INPUT, Datum.GRAPH, Datum.WORK, Datum.OUTPUT_GRADIENT, Datum.TIED_GRADIENT, Datum.SUM,
+    Datum.STATE, Datum.NEW_STATE, Datum.COPY,
 })  # fmt: skip
 _WITHOUT_FORM = frozenset({Payload.K, Payload.X})
 
@@ -207,7 +208,7 @@ class _Worker:
             case Kind.GATHER:
                 self._need(a, a.j not in self._room)
                 self._room[a.j] = a.v
-            case Kind.FREE:
+            case Kind.FREE if a.payload is None:
                 self._need(a, self._room.pop(a.j, None) == a.v)
             case Kind.TELL:
                 self._make(a, (Kind.TELL, a.t))

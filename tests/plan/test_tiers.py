@@ -1,0 +1,97 @@
+"""Optimizer state that is in memory only for its update, as part of a program."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_cyclic.errors import ValidationError
+from lightning_cyclic.plan import PRESETS, make_plan, programs_of
+from lightning_cyclic.plan.actions import Kind, Payload, parse
+from lightning_cyclic.plan.check.proof import proof_of
+from lightning_cyclic.plan.check.replay import Replay
+from lightning_cyclic.plan.tiers import Tiers
+from lightning_cyclic.simulate import Costs, memory, simulate
+
+STAGES = 4
+
+
+def tiered(preset, *, ahead=1, moved=(8,) * STAGES, kept=(0,) * STAGES, **numbers):
+    plan = make_plan(preset, num_stages=STAGES, **numbers)
+    return replace(plan, tiers=Tiers(moved=moved, kept=kept, ahead=ahead))
+
+
+def workers_of(preset):
+    return {"interleaved_1f1b": 2, "zb_v": 2, "dualpipe_v": 2}.get(preset, STAGES)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_proved_with_state_that_comes_and_goes(preset, ahead):
+    plan = tiered(preset, ahead=ahead, num_workers=workers_of(preset), num_steps=3)
+    assert "replayed" in str(proof_of(plan))
+    for w, program in enumerate(programs_of(plan)):
+        moves = [a for a in program if a.payload is Payload.O]
+        updates = [(a.j, a.t) for a in program if a.kind is Kind.UPDATE]
+        for kind in (Kind.FETCH, Kind.EVICT, Kind.FREE):
+            assert sorted((a.j, a.t) for a in moves if a.kind is kind) == sorted(updates), w
+
+
+def test_state_comes_ahead_of_its_update_and_goes_behind_the_next():
+    plan = tiered("cyclic_dp", num_workers=1, num_steps=1)
+    text = " ".join(map(str, programs_of(plan)[0]))
+    assert text == (
+        "0F0@0#0 1F0@0#0 2F0@0#0 3F0@0#0 3B0@0#0 2B0@0#0 1B0@0#0 0FETCH_O#0~tiers 0B0@0#0 "
+        "1FETCH_O#0~tiers 0UPDATE@1#0 0EVICT_O#0~tiers 2FETCH_O#0~tiers 1UPDATE@1#0 "
+        "1EVICT_O#0~tiers 0FREE_O#0 3FETCH_O#0~tiers 2UPDATE@1#0 2EVICT_O#0~tiers 1FREE_O#0 "
+        "3UPDATE@1#0 3EVICT_O#0~tiers 2FREE_O#0 3FREE_O#0"
+    )
+    assert [str(parse(x)) for x in text.split()] == text.split()
+
+
+def test_what_stays_has_no_moves():
+    plan = tiered("cyclic_dp", moved=(0, 8, 0, 0), kept=(8, 0, 8, 8), num_workers=1)
+    moved = {a.j for a in programs_of(plan)[0] if a.payload is Payload.O}
+    assert moved == {1}
+
+
+@pytest.mark.parametrize("left_out", [Kind.FETCH, Kind.EVICT, Kind.FREE])
+def test_a_program_that_leaves_a_move_out_is_refused(left_out):
+    plan = tiered("cyclic_dp", num_workers=1, num_steps=1)
+    program = [
+        a for a in programs_of(plan)[0]
+        if not (a.payload is Payload.O and a.kind is left_out and a.j == 2)
+    ]  # fmt: skip
+
+    def play():
+        replay = Replay(plan)
+        replay.run([program])
+        replay.check_flushed(0)
+
+    with pytest.raises(
+        ValidationError, match="stage 2|before what it needs|with (copy|new state)"
+    ):
+        play()
+
+
+@pytest.mark.parametrize(("ahead", "most"), [(0, 8.0), (1, 24.0), (2, 32.0)])
+def test_memory_counts_what_is_there_at_each_place(ahead, most):
+    plan = tiered("cyclic_dp", ahead=ahead, num_workers=1, num_steps=4)
+    costs = Costs.even(STAGES, model_bytes=4 * STAGES, activation_bytes=0.0)
+    (kept,) = memory(plan, costs)
+    whole = memory(replace(plan, tiers=None), costs)[0]
+    assert whole.optimizer == 8.0 * STAGES
+    assert kept.optimizer == most
+    assert kept.parameters == whole.parameters
+
+
+def test_copies_overlap_what_is_computed_meanwhile():
+    costs = replace(
+        Costs.even(STAGES, compute_s=12.0, update_s=8.0), moved_s=(1.0,) * STAGES
+    )  # an update takes as long as state to go, and to come
+    seconds = {}
+    for ahead in (0, 1):
+        plan = tiered("cyclic_dp", ahead=ahead, num_workers=1, num_steps=6)
+        seconds[ahead] = simulate(programs_of(plan), costs, plan=plan).makespan_s
+    # without anything ahead, each of four updates waits for its state to come and to go
+    assert seconds[0] == pytest.approx(6 * (12 + 8 + 8))
+    assert seconds[1] == pytest.approx(6 * (12 + 8), rel=0.02)
