@@ -45,6 +45,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias, final
 
+from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan, programs_of
 from lightning_cyclic.plan.actions import (
     COMPUTE,
@@ -174,6 +175,34 @@ def memory_by_slot(
         kept = by_place(w, [_apart(x, remat) for x in found], 2 * len(slots[w]) + 2)
         rows.append(tuple(_in_slot(kept, slots[w], s) for s in range(last + 1)))
     return tuple(rows)
+
+
+def memory_by_place(
+    plan: Plan, costs: Costs, *, state_per_param: float = 2.0
+) -> tuple[tuple[Memory, ...], ...]:
+    """Say what each worker that runs whole micro-batches keeps at each place of its program.
+
+    Args:
+        plan: of as many steps as are looked at.
+        costs: as for :func:`memory`.
+
+    Returns:
+        For each worker a row: before each of its actions, and behind the last.
+
+    Raises:
+        PlanError: workers run single stages, whose peaks of different kinds are added.
+    """
+    if not plan.axes.placement.runs_whole_micro:
+        raise PlanError(
+            f"placement={plan.placement!r}, whose workers run single stages; allowed: workers "
+            "that run whole micro-batches; use memory(...), or preset='cyclic_dp'"
+        )
+    sizes = _Sizes(plan, costs, state_per_param, 1.0, 0.0)
+    lengths = (len(program) + 1 for program in programs_of(plan))
+    return tuple(
+        tuple(sizes.whole_by_place(w, found, length))
+        for w, (found, length) in enumerate(zip(spans(plan), lengths, strict=True))
+    )
 
 
 def _apart(x: Span, remat: bool) -> Span:

@@ -1,0 +1,142 @@
+"""How much optimizer state stays in memory under a limit: as much as any choice could."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan import make_plan, programs_of
+from lightning_cyclic.plan.actions import Kind
+from lightning_cyclic.plan.check.proof import proof_of
+from lightning_cyclic.plan.tiers import Tiers
+from lightning_cyclic.planner.tiers import most_that_stays, rooms_beside_state, with_state_in_tiers
+from lightning_cyclic.simulate import Costs, memory
+from lightning_cyclic.simulate.memory import memory_by_place
+
+CHUNK = 10
+
+
+def a_plan(preset, num_workers, num_stages):
+    return make_plan(preset, num_stages=num_stages, num_workers=num_workers, num_steps=6)
+
+
+def costs_of(sizes, activations):
+    return replace(
+        Costs.even(len(sizes)), param_bytes=tuple(map(float, sizes)),
+        activation_bytes=tuple(map(float, activations)),
+    )  # fmt: skip
+
+
+def peak(plan, costs):
+    return max(m.total for m in memory(plan, costs))
+
+
+def best_by_brute_force(plan, costs, chunks, limit):
+    """Return the most chunks that can stay, of all choices; None where even none can."""
+    best = None
+    for ahead in (1, 0):
+        for kept in product(*(range(n + 1) for n in chunks)):
+            moved = tuple((n - k) * CHUNK for n, k in zip(chunks, kept, strict=True))
+            tiers = Tiers(moved=moved, kept=tuple(k * CHUNK for k in kept), ahead=ahead)
+            if peak(replace(plan, tiers=tiers), costs) <= limit:
+                best = max(sum(kept), -1 if best is None else best)
+        if best is not None:  # copies that overlap come first
+            return best
+    return None
+
+
+CASES = [
+    ("cyclic_dp", 1, (2, 2, 2, 2), (5, 5, 5, 5), (0, 0, 0, 0)),
+    ("cyclic_dp", 1, (1, 3, 2, 0), (4, 9, 7, 2), (30, 10, 20, 5)),
+    ("lockstep_dp", 1, (3, 1, 2), (4, 9, 7), (1, 2, 40)),
+    ("cyclic_dp", 2, (2, 1, 2, 1), (8, 4, 8, 4), (3, 3, 3, 3)),
+    ("lockstep_dp", 2, (2, 2, 1, 1), (8, 4, 8, 4), (3, 9, 3, 9)),
+    ("cyclic_zero", 2, (2, 1, 1, 2), (8, 4, 8, 4), (3, 3, 3, 3)),
+]
+
+
+@pytest.mark.parametrize(("preset", "workers", "chunks", "sizes", "activations"), CASES)
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
+def test_as_much_stays_as_any_choice_could_have_stay(
+    preset, workers, chunks, sizes, activations, share
+):
+    plan, costs = a_plan(preset, workers, len(chunks)), costs_of(sizes, activations)
+    every = tuple(n * CHUNK for n in chunks)
+    none = (0,) * len(chunks)
+    low = peak(replace(plan, tiers=Tiers(moved=every, kept=none, ahead=0)), costs)
+    high = peak(replace(plan, tiers=Tiers(moved=none, kept=every)), costs)
+    limit = low + share * (high - low)
+    if workers > 1:  # of all workers together the most is not what each worker's most is
+        limit = low + (high - low) * round(share)
+    found = with_state_in_tiers(plan, costs, chunks, CHUNK, limit)
+    kept = sum(chunks) if found.tiers is None else sum(found.tiers.kept) // CHUNK
+    assert kept == best_by_brute_force(plan, costs, chunks, limit)
+    if found.tiers is not None:
+        assert peak(found, costs) <= limit
+        assert "replayed" in str(proof_of(found))
+
+
+def loads_by_belady(trace, *, cycles=40):
+    """Return the chunks that are fetched in each cycle of a trace, on average, once it is steady.
+
+    PatrickStar's rule: what is needed last goes, with the next cycle behind this one.
+
+    Args:
+        trace: chunks that are needed at once, and how many there is room for.
+    """
+
+    def steps_until(chunk, place):
+        behind = range(1, len(trace) + 1)
+        return next(d for d in behind if chunk in trace[(place + d) % len(trace)][0])
+
+    there, loads = set(), []
+    for _ in range(cycles):
+        loads.append(0)
+        for place, (needed, room) in enumerate(trace):
+            loads[-1] += len(needed - there)
+            there |= needed
+            while len(there) > room:
+                there.remove(max(there - needed, key=lambda x: steps_until(x, place)))
+    return sum(loads[cycles // 2 :]) / len(loads[cycles // 2 :])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+@pytest.mark.parametrize(
+    ("stages", "each", "activations"), [(4, 1, 0), (4, 4, 0), (6, 2, 0), (4, 4, 60), (8, 4, 30)]
+)
+def test_no_more_chunks_move_than_by_the_offline_optimum(stages, each, activations, share):
+    plan, costs = a_plan("cyclic_dp", 1, stages), costs_of((5,) * stages, (activations,) * stages)
+    every, none = (each * CHUNK,) * stages, (0,) * stages
+    at_once = replace(plan, tiers=Tiers(moved=every, kept=none, ahead=0))
+    least = peak(at_once, costs)
+    limit = least + share * sum(every)
+    kept = most_that_stays(plan, [each] * stages, CHUNK, rooms_beside_state(at_once, costs, limit))
+    without = replace(plan, tiers=Tiers(moved=none, kept=none, ahead=0))
+    (row,), (program,) = memory_by_place(without, costs), programs_of(without)
+    trace = []
+    for n, a in enumerate(program):
+        if a.t == plan.num_steps // 2:
+            is_update = a.kind is Kind.UPDATE
+            needed = {(a.j, k) for k in range(each)} if is_update else set()
+            besides = max(row[n].total, 0.0 if is_update else row[n + 1].total)
+            trace.append((needed, int((limit - besides) // CHUNK)))
+    # each step of a program is like the last, so what moves in it is a whole number of chunks
+    assert stages * each - sum(kept) == math.ceil(loads_by_belady(trace) - 1e-9)
+
+
+def test_nothing_moves_where_all_fits():
+    plan, costs = a_plan("cyclic_dp", 1, 3), costs_of((4, 4, 4), (1, 1, 1))
+    assert with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, 10_000) is plan
+
+
+def test_a_limit_that_no_plan_meets_is_refused_with_the_nearest():
+    plan, costs = a_plan("cyclic_dp", 1, 3), costs_of((4, 4, 4), (1, 1, 1))
+    with pytest.raises(PlanError, match=r"a limit of 20 bytes.*needs (\d+) at once") as raised:
+        with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, 20)
+    least = int(str(raised.value).partition("needs ")[2].split()[0])
+    found = with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, least)
+    assert peak(found, costs) == least
+    with pytest.raises(PlanError):
+        with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, least - 1)
