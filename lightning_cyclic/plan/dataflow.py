@@ -13,9 +13,10 @@
     UPDATE     reads  the sum of all, the version before, norms       makes weights
     TELL       reads  losses
     FREE       reads  weights, once they have come                    and frees them
-    FETCH      makes  optimizer state, where it comes for its update  which makes it anew
-    EVICT      reads  new state                                       makes its copy
-               FREE of state reads both, and frees them
+    FETCH      reads  the copy of a stage's optimizer state           and frees it
+               makes  state, of which its UPDATE makes new state
+    EVICT      reads  new state                                       makes the next FETCH's copy
+               FREE of state reads both, and frees the state
     SEND       reads  what it carries                                 and frees it if it goes away
     RECV       makes  what it carries
 
@@ -65,7 +66,7 @@ class Datum(enum.Enum):
     START = enum.auto()  # (t,): the word that a step may begin
     STATE = enum.auto()  # (j, t): optimizer state in memory, for an update
     NEW_STATE = enum.auto()  # (j, t): what the update has made of it
-    COPY = enum.auto()  # (j, t): that where there is room
+    COPY = enum.auto()  # (j, t): state where there is room, of which the update of step t fetches
 
 
 Item: TypeAlias = tuple[object, ...]  # a Datum and its numbers
@@ -211,10 +212,14 @@ class Dataflow:
 
     def _free(self, a: Action) -> Flow:
         if a.payload is Payload.O:
-            gone = ((Datum.COPY, a.j, a.t), (Datum.NEW_STATE, a.j, a.t))
-            return Flow(gone, (), gone)
+            state = (Datum.NEW_STATE, a.j, a.t)
+            return Flow((state, (Datum.COPY, a.j, a.t + 1)), (), (state,))
         weights = ((Datum.WEIGHTS, a.j, a.v),)
         return Flow(weights, (), weights)
+
+    def _fetch(self, a: Action) -> Flow:
+        copy = ((Datum.COPY, a.j, a.t),)
+        return Flow(copy, ((Datum.STATE, a.j, a.t),), copy)
 
     def _send(self, a: Action) -> Flow:
         if a.payload in _CARRY_NOTHING:
@@ -272,8 +277,8 @@ _ROWS: dict[Kind, Callable[[Dataflow, Action], Flow]] = {
     Kind.TELL: lambda _, a: Flow(((Datum.LOSSES, a.t),)),
     Kind.GATHER: lambda _, a: Flow(),
     Kind.FREE: Dataflow._free,
-    Kind.FETCH: lambda _, a: Flow((), ((Datum.STATE, a.j, a.t),)),
-    Kind.EVICT: lambda _, a: Flow(((Datum.NEW_STATE, a.j, a.t),), ((Datum.COPY, a.j, a.t),)),
+    Kind.FETCH: Dataflow._fetch,
+    Kind.EVICT: lambda _, a: Flow(((Datum.NEW_STATE, a.j, a.t),), ((Datum.COPY, a.j, a.t + 1),)),
     Kind.SEND: Dataflow._send,
     Kind.RECV: Dataflow._receive,
 }

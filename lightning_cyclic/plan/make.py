@@ -125,8 +125,11 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         group_size=group_size,
         tiers=None,
     )
-    if proved:
-        return _proved(plan)
+    return _proved(plan) if proved else _fitting(plan)
+
+
+def _fitting(plan: Plan) -> Plan:
+    """Return a plan of which axes and numbers fit, and whose timetable has what it reads."""
     check_fit(plan)
     check_timetable(plan)
     return plan
@@ -135,8 +138,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
 @lru_cache(maxsize=32)
 def _proved(plan: Plan) -> Plan:
     """Return an equal plan that can run, with what has been derived of it before."""
-    check_fit(plan)
-    check_timetable(plan)
+    _fitting(plan)
     try:
         proof_of(plan)
     except ValidationError as error:

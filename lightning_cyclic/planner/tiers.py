@@ -31,23 +31,31 @@ from lightning_cyclic.simulate.memory import memory_by_place, spans
 def with_state_in_tiers(
     plan: Plan, costs: Costs, chunks: Sequence[int], chunk_bytes: int, limit_bytes: float
 ) -> Plan:
-    """Return a plan of which no worker exceeds a limit, and which moves as little as it can.
+    """Return a plan of which no worker exceeds a limit.
 
-    Copies overlap what is computed where there is room for that.
+    Copies overlap what is computed if there is room for that, and no more moves than has to then.
 
     Args:
         plan: whose workers run whole micro-batches, of enough steps to be steady.
         costs: bytes of weights and activations.
-        chunks: of the optimizer state of each stage.
-        chunk_bytes: of each.
+        chunks: how many the optimizer state of each stage has.
+        chunk_bytes: of one.
         limit_bytes: most bytes that a worker may have in memory.
 
     Returns:
-        The plan, with tiers where not all state fits.
+        The plan with tiers; with nothing that moves, if all state fits. Stages are updated one by
+        one in either case, as gradients of all of them at once would take more room.
 
     Raises:
-        PlanError: the limit is less than what is needed at once; it names the least.
+        PlanError: the limit is less than what is needed at once, and the text names the least; or
+            updates wait for the norms of all stages.
     """
+    if plan.norms != "none":
+        raise PlanError(
+            f"optimizer state that comes and goes with norms={plan.norms!r} (gradients clipped by "
+            "the norm of all stages), so that all stages are updated at once; allowed: "
+            "norms='none'; use that (clip_norm='stage')"
+        )
     least = float("inf")
     for ahead in (1, 0):
         every = tuple(n * chunk_bytes for n in chunks)
@@ -57,8 +65,6 @@ def with_state_in_tiers(
         least = min(least, needed)
         if needed <= limit_bytes:
             kept = most_that_stays(plan, chunks, chunk_bytes, rooms)
-            if list(kept) == list(chunks):
-                return plan
             return replace(plan, tiers=_tiers(chunks, kept, chunk_bytes, ahead))
     raise PlanError(
         f"a limit of {limit_bytes:.0f} bytes, but a worker of preset {plan.preset!r} with "
@@ -89,7 +95,7 @@ def rooms_beside_state(
         state = [x for x in held if x.kind == "state"]
         rooms: dict[tuple[int, ...], float] = {}
         for place, kept in enumerate(row):
-            there = tuple(sorted(x.j for x in state if x.begin <= place < x.end))
+            there = tuple(sorted({x.j for x in state if x.begin <= place < x.end}))
             rooms[there] = min(rooms.get(there, float("inf")), limit_bytes - kept.total)
         found.append(rooms)
     return found
@@ -115,7 +121,8 @@ def most_that_stays(
                 least = middle
             else:
                 most = middle - 1
-        found = _least_that_stays(chunks, own, in_chunks, least) or dict.fromkeys(own, 0)
+        found = _least_that_stays(chunks, own, in_chunks, least)
+        assert found is not None, "none at all is always possible under the limit"
         left = least - sum(found.values())
         for j in own:
             more = min(left, chunks[j] - found[j])

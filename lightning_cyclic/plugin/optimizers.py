@@ -167,18 +167,27 @@ def noted_values(optimizer: Optimizer) -> Noted:
     ]
 
 
+def check_groups(optimizer: Optimizer, num_groups: int) -> None:
+    """Refuse groups that have come since there were so many.
+
+    Raises:
+        ConfigurationError: there are others.
+    """
+    if len(optimizer.param_groups) != num_groups:
+        raise ConfigurationError(
+            "a parameter group of the optimizer was added within a step, by training_step or a "
+            "hook of its backward or update, when it is known what the step updates; allowed: "
+            "groups that come between steps; add it in on_train_batch_start, or where epochs begin"
+        )
+
+
 def changed_values(optimizer: Optimizer, before: Noted) -> Values:
     """Return what is new or has changed in each group; not copies.
 
     Raises:
         ConfigurationError: there are other groups.
     """
-    if len(optimizer.param_groups) != len(before):
-        raise ConfigurationError(
-            "a parameter group of the optimizer was added within a step, by training_step or a "
-            "hook of its backward or update, when it is known what the step updates; allowed: "
-            "groups that come between steps; add it in on_train_batch_start, or where epochs begin"
-        )
+    check_groups(optimizer, len(before))
     return [
         {k: v for k, v in group.items() if k != "params" and _differs(v, noted.get(k))}
         for group, noted in zip(optimizer.param_groups, before, strict=True)

@@ -161,6 +161,7 @@ class ReplicatedTraining(AbstractTraining):
             self._require_update()
             self._guard.check()
         self._follow_freezing()
+        self._updates.expect_groups()
         self._is_under_way = True
         if session.is_apart and session.engine is None:
             args, kwargs = self._find_stages(own, StepArguments(args, kwargs)), {}
@@ -267,6 +268,7 @@ class ReplicatedTraining(AbstractTraining):
         self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
         output = closure()
+        self._updates.require_groups()
         self._keep_owned_state()
         self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
         self._session.end_step()

@@ -81,6 +81,11 @@ class SynchronousPipelineTraining(PipelineTraining):
         self._summaries.log(told.records)
         return None if loss is None else with_loss(self._surrogates.stand_for(loss), told)
 
+    @override
+    def pre_backward(self, own: Own, closure_loss: Tensor) -> None:
+        self._updates.expect_groups()
+        own(closure_loss)
+
     def _agree(self, loss: Tensor, *, stops: bool) -> Tensor:
         """Return the mean loss of all replicas, and let all stop if one of them does."""
         if self._stop is not None and self._options.replicas > 1:

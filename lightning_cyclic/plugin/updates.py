@@ -26,6 +26,7 @@ from lightning_cyclic.plugin.optimizers import (
     Values,
     Written,
     changed_values,
+    check_groups,
     check_parted,
     copied,
     noted_values,
@@ -183,6 +184,7 @@ class Updates:
         self._added: set[str] = set()  # keys that the first update brought
         self._counted: set[str] = set()  # keys that updates change
         self._measured: list[tuple[nn.Parameter, Mark]] = []  # as norms saw them
+        self._num_groups: int | None = None  # since its gradients are made
 
     def remember(self, t: int, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
         """Keep the hyper-parameters of step ``t``, before a scheduler moves on."""
@@ -216,16 +218,23 @@ class Updates:
                     "optimizer_step, or strategy='1f1b'"
                 )
 
-    @contextmanager
-    def _same_groups(self) -> Iterator[None]:
-        """Run the body, hooks of an update of which it is known what it updates.
+    def expect_groups(self) -> None:
+        """Note which groups the gradients are for that the next update needs, unless it is noted.
+
+        To be called where it is decided: a group that comes later has none of them.
+        """
+        if self._num_groups is None:
+            self._num_groups = len(self._optimizer.param_groups)
+
+    def require_groups(self) -> None:
+        """Refuse that groups have come since.
 
         Raises:
-            ConfigurationError: it has added a group.
+            ConfigurationError: some have.
         """
-        before = noted_values(self._optimizer)
-        yield
-        changed_values(self._optimizer, before)
+        expected, self._num_groups = self._num_groups, None  # a step may have no gradients
+        if expected is not None:
+            check_groups(self._optimizer, expected)
 
     def put_groups(self, t: int, groups: Values) -> None:
         self._remembered[t] = _Remembered(groups, {}, self._trainer.global_step)
@@ -279,9 +288,11 @@ class Updates:
             overflowed = self._owner.overflowed(t, each)
             if self._told_before:
                 self._measured = [(p, Mark.of(p.grad)) for p in parameters]
-            with self._same_groups() if self._lag is None else self.unchanged():
+            with nullcontext() if self._lag is None else self.unchanged():
                 self._run_hooks(parameters)
                 self._clip_gradients(list(each.values()), parameters)
+            if self._lag is None:  # else the gradients of a later step are being made
+                self.require_groups()
             self._measured = []  # which would keep their memory
             skipped = self._owner.skipped(t, stages, overflowed)
             updated = {j: each[j] for j in stages if j not in skipped}

@@ -280,6 +280,12 @@ class _Sizes:
     def __init__(
         self, plan: Plan, costs: Costs, state: float, gradient: float, index: float
     ) -> None:
+        if plan.tiers is not None and not plan.axes.placement.runs_whole_micro:
+            raise PlanError(
+                f"optimizer state that comes and goes (tiers) with placement {plan.placement!r}, "
+                "whose memory is counted kind by kind; allowed: workers that run whole "
+                "micro-batches; use preset='cyclic_dp', or replace(plan, tiers=None)"
+            )
         self._plan = plan
         self._params = costs.param_bytes
         self._by_kind = {

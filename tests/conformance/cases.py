@@ -212,6 +212,9 @@ CASES: dict[str, Case] = {
     "group in a hook": row(
         m.AddsGroup, refused=refused("optimizer was added within a step")
     ),
+    "group behind the backward": row(
+        m.AddsGroupBehindBackward, refused=refused("optimizer was added within a step")
+    ),
     "updates left out": row(
         m.LeavesUpdatesOut, refused=refused("did not call optimizer.step", WHOLE, FLOWS)
     ),

@@ -751,6 +751,16 @@ class AddsGroup(Plain):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
+class AddsGroupBehindBackward(AddsGroup):
+    """Gives it that group behind the backward of its second step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Leave it as it is."""
+
+    def on_after_backward(self) -> None:
+        super().on_before_optimizer_step(self.trainer.optimizers[0])
+
+
 class LeavesUpdatesOut(Plain):
     """Leaves its second update out, and calls the closure alone."""
 

@@ -35,6 +35,7 @@ ALSO = {  # workers of whole steps have another code for it
     ("updates left out", "cyclic_dp"), ("compiled block", "cyclic_dp"),
     # and so have those that shard weights, and pipelines that update within optimizer_step
     ("frozen in the step", "cyclic_zero"), ("group in a hook", "1f1b"),
+    ("group behind the backward", "cyclic_dp"), ("group behind the backward", "1f1b"),
 }  # fmt: skip
 
 

@@ -71,11 +71,9 @@ def test_as_much_stays_as_any_choice_could_have_stay(
     if workers > 1:  # of all workers together the most is not what each worker's most is
         limit = low + (high - low) * round(share)
     found = with_state_in_tiers(plan, costs, chunks, CHUNK, limit)
-    kept = sum(chunks) if found.tiers is None else sum(found.tiers.kept) // CHUNK
-    assert kept == best_by_brute_force(plan, costs, chunks, limit)
-    if found.tiers is not None:
-        assert peak(found, costs) <= limit
-        assert "replayed" in str(proof_of(found))
+    assert sum(found.tiers.kept) // CHUNK == best_by_brute_force(plan, costs, chunks, limit)
+    assert peak(found, costs) <= limit
+    assert "replayed" in str(proof_of(found))
 
 
 def loads_by_belady(trace, *, cycles=40):
@@ -128,7 +126,15 @@ def test_no_more_chunks_move_than_by_the_offline_optimum(stages, each, activatio
 
 def test_nothing_moves_where_all_fits():
     plan, costs = a_plan("cyclic_dp", 1, 3), costs_of((4, 4, 4), (1, 1, 1))
-    assert with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, 10_000) is plan
+    found = with_state_in_tiers(plan, costs, (1, 2, 1), CHUNK, 10_000)
+    assert found.tiers.moved == (0, 0, 0)
+    assert found.tiers.kept == (10, 20, 10)
+
+
+def test_norms_of_all_stages_are_refused():
+    plan = make_plan("lockstep_dp", num_stages=2, num_workers=2, norms="owners")
+    with pytest.raises(PlanError, match="norms='owners'.*use that"):
+        with_state_in_tiers(plan, costs_of((4, 4), (1, 1)), (1, 1), CHUNK, 1000)
 
 
 def test_a_limit_that_no_plan_meets_is_refused_with_the_nearest():

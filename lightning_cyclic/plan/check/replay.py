@@ -40,7 +40,7 @@ from lightning_cyclic.plan.roles import version_readers
 # what would be alive for ever behind a flush
 _ARE_TAKEN = frozenset({
     Datum.INPUT, Datum.GRAPH, Datum.WORK, Datum.OUTPUT_GRADIENT, Datum.TIED_GRADIENT, Datum.SUM,
-    Datum.STATE, Datum.NEW_STATE, Datum.COPY,
+    Datum.STATE, Datum.NEW_STATE,
 })  # fmt: skip
 _WITHOUT_FORM = frozenset({Payload.K, Payload.X})
 
@@ -141,6 +141,7 @@ class _Worker:
         self._expected: Counter[Item] = Counter()  # will be there: received, or made on a lane
         own = (j for j in range(plan.num_stages) if not self._fetches or plan.owner(j) == w)
         self._have: set[Item] = {(Datum.WEIGHTS, j, 0) for j in own}
+        self._have |= {(Datum.COPY, j, 0) for j in range(plan.num_stages) if plan.owner(j) == w}
         self._ended: Counter[int] = Counter()  # step -> forwards of the last stage
         self._room: dict[int, int | None] = {}  # stages that are fetched for use -> version
         self._holds = [j for j in range(plan.num_stages) if w in plan.axes.placement.workers_of(j)]

@@ -11,7 +11,7 @@ step t in ``p.grad``, and the callee changes the parameters in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -119,10 +119,7 @@ class Engine:
         self._line = transport.connect(program_of(plan))
         waits = self._waiter
         self._messages = Messages(self._line, depths, waits.wait, device, waits.join)
-        self.stores = [
-            self._store(j, [named[n] for n in stage.parameters])
-            for j, stage in enumerate(stages.stages)
-        ]
+        self.stores = self._make_stores(named)
         # at a flush: whether this worker has the parameters of all stages
         self._is_whole = all(store.versions for store in self.stores)
         if state is not None:
@@ -133,21 +130,27 @@ class Engine:
             module, self._w, stages, self.stores, self._grads, self.norms, self._messages, forms,
             sums_travel=not plan.axes.sharding.gathers,
         )  # fmt: skip
-        self.shards: Shards | None = None
-        if plan.axes.sharding.gathers:
-            self.shards = self._exchange.shards = Shards(
-                module, stages, self.stores, plan.owner, self._w, self._bring
-            )
+        self.shards = self._exchange.shards = self._make_shards(module)
         self._worker = self._make_worker()
         self._shown: Replica = self.shards or Replica(self.stores)
         again = None if self.shards is None else self._enter_again
         self._entrances = Entrances(module, stages, self.enter, self._w, again)
-        self._collector = GradientCollector(
-            [list(map(forms.weight, ps)) for ps in self._parameters],
-            self._parameters,
-            self._hand_over,
-            self._w,
-            self._lasting(),
+        self._collector = self._make_collector(forms)
+
+    def _make_stores(self, named: Mapping[str, nn.Parameter]) -> list[VersionStore]:
+        each = enumerate(self.stages.stages)
+        return [self._store(j, [named[n] for n in stage.parameters]) for j, stage in each]
+
+    def _make_shards(self, module: nn.Module) -> Shards | None:
+        if not self.plan.axes.sharding.gathers:
+            return None
+        owner_of = self.plan.owner
+        return Shards(module, self.stages, self.stores, owner_of, self._w, self._bring)
+
+    def _make_collector(self, forms: WeightForms) -> GradientCollector:
+        weights = [list(map(forms.weight, ps)) for ps in self._parameters]
+        return GradientCollector(
+            weights, self._parameters, self._hand_over, self._w, self._lasting()
         )
 
     def _store(self, j: int, parameters: Sequence[nn.Parameter]) -> VersionStore:
