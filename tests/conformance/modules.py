@@ -752,7 +752,7 @@ class AddsGroup(Plain):
 
 
 class AddsGroupBehindBackward(AddsGroup):
-    """Gives it that group behind the backward of its second step."""
+    """Gives its optimizer another parameter group behind the backward of its second step."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Leave it as it is."""
