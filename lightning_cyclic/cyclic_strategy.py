@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import ClassVar, Literal, final
 
@@ -38,7 +39,10 @@ class CyclicStrategy(PlannedStrategy):
         relay_buffers: "auto" relays the buffers that the first step changed (BatchNorm
             statistics) from worker to worker, "all" relays every buffer.
         memory_limit_bytes: of "cyclic_zero": most bytes of parameters, and of one micro-batch's
-            activations of a stage, that a worker may keep. [any number]
+            activations of a stage, that a worker may keep. With disk: most bytes of all that
+            training keeps, as the plan counts them. [any number]
+        disk: a folder. Optimizer state that memory_limit_bytes leaves no room for lies there, in
+            a file, and comes for its update. On CPUs; docs/options.md has what it costs. [none]
         error_feedback: turn each update u_t into 2 * u_t - u_(t-1), for one more buffer of the
             size of the weights. Experimental.
         reduce_dtype: in which sums of gradients travel: "fp32", "bf16" or "fp16". Each is rounded
@@ -86,6 +90,7 @@ class CyclicStrategy(PlannedStrategy):
         clip_norm: Clipping | None = None,
         relay_buffers: Literal["auto", "all"] = "auto",
         memory_limit_bytes: int | None = None,
+        disk: str | os.PathLike[str] | None = None,
         error_feedback: bool = False,
         reduce_dtype: ReduceDtype | None = None,
         transport: Route = "auto",
@@ -103,6 +108,7 @@ class CyclicStrategy(PlannedStrategy):
                 "clip_norm": clip_norm,
                 "relay_buffers": relay_buffers,
                 "memory_limit_bytes": memory_limit_bytes,
+                "disk": disk,
                 "error_feedback": error_feedback,
                 "reduce_dtype": reduce_dtype,
                 "transport": transport,

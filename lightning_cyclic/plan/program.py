@@ -72,7 +72,7 @@ class Program:
         return Dataflow(self.plan, w)
 
     def waiting_lanes(self, w: int) -> frozenset[Lane]:
-        """List the lanes of a worker on which something waits for other workers."""
+        """List the lanes of a worker on which something waits for other workers, or for a disk."""
         flow, steady = self.flow(w), self.step(w, self.steady)
         come = {(flow(a).makes[0][0], a.j) for a in steady if a.kind is Kind.RECV}
         return frozenset(
@@ -80,7 +80,7 @@ class Program:
             for a in steady
             if a.lane
             and not is_for_one_use(a)
-            and any((item[0], a.j) in come for item in flow(a).reads)
+            and (a.lane is Lane.TIERS or any((x[0], a.j) in come for x in flow(a).reads))
         )
 
     # ------------------------------------------------------------------ what a worker does

@@ -29,7 +29,13 @@ from lightning_cyclic.simulate.memory import memory_by_place, spans
 
 
 def with_state_in_tiers(
-    plan: Plan, costs: Costs, chunks: Sequence[int], chunk_bytes: int, limit_bytes: float
+    plan: Plan,
+    costs: Costs,
+    chunks: Sequence[int],
+    chunk_bytes: int,
+    limit_bytes: float,
+    *,
+    besides: float = 0.0,
 ) -> Plan:
     """Return a plan of which no worker exceeds a limit.
 
@@ -41,6 +47,7 @@ def with_state_in_tiers(
         chunks: how many the optimizer state of each stage has.
         chunk_bytes: of one.
         limit_bytes: most bytes that a worker may have in memory.
+        besides: bytes of it that a worker has for other things at any time.
 
     Returns:
         The plan with tiers; with nothing that moves, if all state fits. Stages are updated one by
@@ -60,7 +67,7 @@ def with_state_in_tiers(
     for ahead in (1, 0):
         every = tuple(n * chunk_bytes for n in chunks)
         moved = replace(plan, tiers=Tiers(moved=every, kept=(0,) * len(every), ahead=ahead))
-        rooms = rooms_beside_state(moved, costs, limit_bytes)
+        rooms = rooms_beside_state(moved, costs, limit_bytes - besides)
         needed = limit_bytes - min(min(x.values()) for x in rooms)
         least = min(least, needed)
         if needed <= limit_bytes:

@@ -6,6 +6,7 @@ What an option means, and its default, stands in :class:`CyclicStrategy` or
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, final, get_args
@@ -93,6 +94,11 @@ CHECKS: Final[Mapping[str, Check]] = {
         "a number of bytes above 0, or None",
         "24 * 10**9",
     ),
+    "disk": Check(
+        lambda given: given is None or isinstance(given, str | os.PathLike),
+        "the path of a folder, or None",
+        '"/tmp"',
+    ),
     "error_feedback": _switch(),
     "reduce_dtype": _one_of(*WIRE_DTYPES, or_none=True),
     "bandwidth": Check(
@@ -139,9 +145,11 @@ class _Use(NamedTuple):
 _USES: Final[Mapping[str, _Use]] = {
     "memory_limit_bytes": _Use(
         None,
-        lambda _, plan: is_stagewise(plan) or plan.axes.sharding.gathers,
-        "workers that each have parts of the module",
-        "preset='cyclic_zero', or a pipeline",
+        lambda options, plan: (
+            is_stagewise(plan) or plan.axes.sharding.gathers or options.disk is not None
+        ),
+        "workers that each have parts of the module, or optimizer state that comes and goes",
+        "disk='/tmp', preset='cyclic_zero', or a pipeline",
     ),
     "activation_checkpointing": _Use(
         "never",
@@ -191,6 +199,22 @@ def _check_optimal(options: Options, plan: Plan) -> None:
         )
 
 
+def _check_disk(options: Options, plan: Plan) -> None:
+    """Refuse a place for optimizer state where nobody knows how much of it is to lie there."""
+    if options.memory_limit_bytes is None:
+        raise ConfigurationError(
+            f"disk={options.disk!r} without memory_limit_bytes, by which it is chosen how much "
+            "optimizer state lies there; allowed: a number of bytes that each worker may keep; "
+            "use memory_limit_bytes=24 * 10**9"
+        )
+    if options.num_microbatches is not None or plan.placement != "replicated":
+        raise ConfigurationError(
+            f"disk={options.disk!r} with num_microbatches={options.num_microbatches}, by which "
+            "one device runs what so many workers would; allowed: workers that are processes; "
+            "leave num_microbatches out, and use Trainer(accumulate_grad_batches=...)"
+        )
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -215,6 +239,7 @@ class Options:
     replicas: int = 1
     activation_checkpointing: Checkpointing = "never"
     memory_limit_bytes: int | None
+    disk: str | os.PathLike[str] | None = None
     error_feedback: bool
     reduce_dtype: ReduceDtype | None
     transport: Route
@@ -244,6 +269,8 @@ class Options:
                 )
         if self.activation_checkpointing == "optimal":
             _check_optimal(self, probe)
+        if self.disk is not None:
+            _check_disk(self, probe)
         if self.stages == "measured" and probe.placement not in ("pipelined", "shared"):
             raise ConfigurationError(
                 f"stages='measured' with preset {self.preset!r}, whose stages are cut by bytes, "
@@ -295,7 +322,7 @@ class Options:
     @property
     def trains_plainly(self) -> bool:
         """Say whether this is one worker whose plan always reads the newest weights."""
-        return self.num_workers == 1 and self.plan(1).delay(0) == 0
+        return self.num_workers == 1 and self.disk is None and self.plan(1).delay(0) == 0
 
     @property
     def lines(self) -> str:
@@ -401,7 +428,11 @@ class Options:
             return default_num_stages(self._schedule, self.num_workers // self.replicas)
         assert module is not None
         ps = [p for p in module.parameters() if p.requires_grad]
-        wanted = auto_stages(self.num_workers, sum(p.numel() * p.element_size() for p in ps))
+        wanted = auto_stages(
+            self.num_workers,
+            sum(p.numel() * p.element_size() for p in ps),
+            come_and_go=self.disk is not None,
+        )
         return max(1, min(wanted, len(ps)))
 
     def _probe(self) -> Plan:

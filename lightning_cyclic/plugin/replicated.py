@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast, final
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cyclic.compat import GradientAccumulationScheduler, Trainer
+from lightning_cyclic.compat import GradientAccumulationScheduler, Trainer, rank_zero_info
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import (
@@ -46,6 +47,7 @@ from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.trees import map_tensors
 from lightning_cyclic.runtime.whole_step.engine import Engine
 from lightning_cyclic.runtime.whole_step.session import Session, SessionConfig
+from lightning_cyclic.runtime.whole_step.tiers import TierConfig
 
 
 @final
@@ -59,7 +61,7 @@ class ReplicatedTraining(AbstractTraining):
         # parameters come for each batch of a step, so the plan has to know how many there are
         self._plans_batches = plan.axes.sharding.gathers and may_accumulate(trainer)
         self._agreed_epoch = -1  # the last for which all workers have been asked
-        if options.memory_limit_bytes is not None:  # of shards; replicas refuse it
+        if options.memory_limit_bytes is not None and plan.axes.sharding.gathers:
             check_no_averaging(trainer, "of which no rank ever has all")
             check_is_apart(self._module, options.memory_limit_bytes)
         self._backward = ExitStack()  # open while a backward runs
@@ -83,6 +85,7 @@ class ReplicatedTraining(AbstractTraining):
             accumulates=may_accumulate(trainer) and not self._plans_batches,
             memory_limit_bytes=options.memory_limit_bytes,
             outcomes=self._outcomes,
+            tiers=self._make_tiers(trainer, options),
         )
         self._session: Session = Session(
             self._module,
@@ -93,6 +96,38 @@ class ReplicatedTraining(AbstractTraining):
             self._updates.apply,
         )
         self._stop_as(self._session, lambda: self._session.stopping)
+
+    def _make_tiers(self, trainer: Trainer, options: Options) -> TierConfig | None:
+        """Return where optimizer state lies, if not in memory."""
+        if options.disk is None or options.memory_limit_bytes is None:
+            return None
+        found = {
+            f"accelerator {trainer.strategy.root_device.type!r}": (
+                trainer.strategy.root_device.type != "cpu"
+            ),
+            f"precision {trainer.precision!r}, whose loss scale is one decision for all stages": (
+                self._scaling is not None
+            ),
+            "accumulate_grad_batches (or GradientAccumulationScheduler) and sharded weights": (
+                self._plans_batches
+            ),
+            "gradients clipped by the norm over the stages of all ranks": (
+                self._options.norms != "none"
+            ),
+        }
+        first = next((what for what, is_so in found.items() if is_so), None)
+        if first is not None:
+            raise ConfigurationError(
+                f"disk={options.disk!r} with {first}; allowed: CPUs, precision '32-true' or "
+                "'bf16-mixed', one batch per step where weights are sharded, and with several "
+                "ranks clip_norm='stage'; use these, or leave disk out"
+            )
+        return TierConfig(
+            limit_bytes=options.memory_limit_bytes,
+            folder=Path(options.disk),
+            optimizer=lambda: trainer.optimizers[0],
+            say=rank_zero_info,
+        )
 
     @property
     def _decides_together(self) -> bool:

@@ -376,7 +376,8 @@ class PlannedStrategy(Setup):
         self.assembly.close()
         self._undo.close()
         module = self.lightning_module
-        if module is not None and self._chosen.memory_limit_bytes is None:
+        is_bounded = self._chosen.memory_limit_bytes is not None
+        if module is not None and not (is_bounded and self._chosen.makes_stages_apart):
             torn_weights.make_writable(module)
         if module is not None and any(p.is_meta for p in module.parameters()):
             self._lightning_module = None  # it was refused; Lightning would move it, and fail

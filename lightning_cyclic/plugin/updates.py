@@ -365,7 +365,7 @@ class Updates:
                 raise StepError(
                     f"gradients were changed in step {self._t} before they were clipped by their "
                     "norm (in on_before_optimizer_step or configure_gradient_clipping), but under "
-                    f"preset {self._preset!r} other ranks have been told their norms before; "
+                    f"preset {self._preset!r} other stages or ranks know their norms already; "
                     "allowed: gradients that are changed elsewhere; change them in a hook of the "
                     "tensors (tensor.register_hook), clip with clip_norm='stage', or use "
                     "strategy='1f1b'"

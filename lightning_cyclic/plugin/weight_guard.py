@@ -93,6 +93,7 @@ class WeightGuard:
             if len(now) != len(self._state) or not all(map(Mark.is_of, self._state, now)):
                 self._watch.stop()
                 self._refuse_state()
+        self._state = None  # which would keep the memory of state that moves
         if self._is_at_end:
             self._check_names(dict(self._read()))
         self._watch.end()

@@ -144,12 +144,12 @@ def aligned(num_bytes: int) -> int:
 def sent_spec(x: Tensor) -> TensorSpec:
     """Describe the tensor that the receiver makes: with the same strides, where not wasteful."""
     spec = TensorSpec.of(x)
-    if _span(spec) <= _MOST_SPREAD * x.numel():
+    if span(spec) <= _MOST_SPREAD * x.numel():
         return spec
     return spec._replace(stride=torch.empty_like(x, device="meta").stride())
 
 
-def _span(spec: TensorSpec) -> int:
+def span(spec: TensorSpec) -> int:
     """Count the elements of storage from a tensor's first to its last."""
     if 0 in spec.size:
         return 0
@@ -157,7 +157,7 @@ def _span(spec: TensorSpec) -> int:
 
 
 def _num_bytes(spec: TensorSpec) -> int:
-    return aligned(_span(spec) * spec.dtype.itemsize)
+    return aligned(span(spec) * spec.dtype.itemsize)
 
 
 def total_bytes(specs: Sequence[TensorSpec]) -> int:
@@ -182,8 +182,8 @@ def write_into(
     with torch.no_grad():
         for view, spec, x in zip(views_of(data, start, specs), specs, tensors, strict=True):
             if _overlaps(spec):  # an expanded tensor: its span of storage, once
-                span = (_span(spec),)
-                view.as_strided(span, (1,)).copy_(x.as_strided(span, (1,)))
+                once = (span(spec),)
+                view.as_strided(once, (1,)).copy_(x.as_strided(once, (1,)))
             else:
                 view.copy_(x)
 

@@ -42,6 +42,7 @@ callbacks, loaders.
 _LANES = {  # name of a thread -> what it does
     "cyclic-sums": "sums of gradients",
     "cyclic-weights": "new weights that are passed on",
+    "cyclic-tiers": "optimizer state that is read or written",
 }
 # [begin, end (0: it is not over), action or lane, what makes its words]; in nanoseconds
 Row: TypeAlias = list[Any]

@@ -46,15 +46,18 @@ class LaneThread(Generic[T]):
     Args:
         do: carries out an action, as it was put: alone, or with what belongs to it.
         streams: of the device.
+        limit_s: returns that of waits for the lane, in seconds. [each wait of the lane has one]
     """
 
     def __init__(
-        self, name: str, do: Callable[[T], None], streams: AbstractStreams = HOST
-    ) -> None:
+        self, name: str, do: Callable[[T], None], streams: AbstractStreams = HOST,
+        limit_s: Callable[[], float] | None = None,
+    ) -> None:  # fmt: skip
         self.error: CyclicError | None = None
         self.name = name
         self._do = do
         self._streams = streams
+        self._limit_s = limit_s
         self._stream = streams.new()
         self._done: deque[tuple[int, AbstractMoment]] = deque()  # number of an action -> moment
         self._batches: queue.SimpleQueue[tuple[AbstractMoment, Sequence[T]] | None] = (
@@ -71,13 +74,19 @@ class LaneThread(Generic[T]):
         self._batches.put((self._streams.now(), actions))
 
     def wait_for(self, number: int) -> None:
-        """Wait until as many actions are over, in all; each of the lane's own waits has a limit.
+        """Wait until as many actions are over, in all.
 
         Raises:
             CyclicError: the one that has ended the lane.
         """
+        limit_s = None if self._limit_s is None else self._limit_s()
         with self._over:
-            self._over.wait_for(lambda: self.num_over >= number)
+            if not self._over.wait_for(lambda: self.num_over >= number, limit_s):
+                raise WaitTimeoutError(
+                    f"{self.name} has not ended what it does for {limit_s:g} s: it reads or "
+                    "writes optimizer state in the folder disk=...; look at that disk, use "
+                    "another folder, or raise timeout"
+                )
         self.check()
         last: AbstractMoment = PAST
         with self._over:  # the lane takes away what is over, too
@@ -162,8 +171,11 @@ class AbstractStores(Protocol):
     def free(self, a: Action) -> None:
         """Carry out a FREE."""
 
+    def move(self, a: Action) -> None:
+        """Carry out a FETCH or an EVICT."""
+
     def hold(self, a: Action) -> None:
-        """Keep what an action sends, which a lane runs later, from being dropped till then."""
+        """Keep what an action sends or moves, which a lane runs later, as it is till then."""
 
     def let_go(self, a: Action) -> None:
         """Keep it no longer."""
@@ -219,8 +231,9 @@ class Worker:
 
     Args:
         flight: notes what is done, should the run fail.
-        lanes: those whose actions wait for other workers, and so run in threads of their own.
-        limit_s: returns that of waits of a lane for what the main thread does, in seconds.
+        lanes: those whose actions wait, and so run in threads of their own.
+        limit_s: returns that of waits of a lane for what the main thread does, in seconds, and of
+            the main thread for a disk.
     """
 
     def __init__(
@@ -260,13 +273,19 @@ class Worker:
             Kind.TELL: host.tell,
             Kind.GATHER: _nothing,  # the receive behind it says all
             Kind.FREE: stores.free,
+            Kind.FETCH: stores.move,
+            Kind.EVICT: stores.move,
         }
         self._do = {kind: flight.noted(done, sentence) for kind, done in do.items()}
         self._take_message = flight.noted(self._receive, waiting)
         self._await_lane = flight.noted(LaneThread.wait_for, joining)
         self._lanes = {
-            lane: LaneThread(f"cyclic-{lane}", self._run_on_lane, streams) for lane in lanes
-        }
+            lane: LaneThread(
+                f"cyclic-{lane}", self._run_on_lane, streams,
+                limit_s if lane is Lane.TIERS else None,
+            )
+            for lane in lanes
+        }  # fmt: skip
 
     def run(self, actions: Iterable[Action]) -> None:
         """Carry out actions in their order, each on its lane."""

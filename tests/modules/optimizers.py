@@ -85,3 +85,35 @@ class Clipping(Chain):
         norm = torch.stack([g.norm() for g in self.grads()]).norm()
         for grad in self.grads():
             grad.div_(norm.clamp(min=0.01))
+
+
+class LateState(torch.optim.SGD):
+    """Makes more state in its second step, as those do that average from some step on."""
+
+    updates_apart = "element"
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["steps"] = state.get("steps", 0) + 1
+                    if state["steps"] > 1:
+                        state["late"] = p.detach().clone()
+        return loss
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+
+
+class Nested(torch.optim.SGD):
+    """Has another optimizer inside, which does the work."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, lr=0.1)
+        self.inner = torch.optim.AdamW(params, lr=0.01)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)

@@ -176,6 +176,7 @@ def test_a_changed_state_of_the_optimizer_is_refused_while_updates_are_on_their_
     optimizer.step()
     guard.note()
     guard.check()
+    guard.note()
     change(optimizer)
     with pytest.raises(ConfigurationError, match="state of the optimizer was changed between"):
         guard.check()

@@ -39,6 +39,9 @@ class Log:
     def free(self, a: Action) -> None:
         raise AssertionError("nothing is freed here")
 
+    def move(self, a: Action) -> None:
+        self.seen.append(str(a))
+
     def hold(self, a: Action) -> None:
         self.seen.append(f"hold {a}")
 

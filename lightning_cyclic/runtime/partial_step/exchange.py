@@ -143,6 +143,9 @@ class Exchange:
     def free(self, a: Action) -> None:
         """Have been proved not to be asked: stages of a pipeline are where they are run."""
 
+    def move(self, a: Action) -> None:
+        """Have been proved not to be asked: so is their optimizer state."""
+
     def hold(self, a: Action) -> None:
         """Have no lanes."""
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, final
 
 import torch
-from torch import nn
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from lightning_cyclic.errors import PlanError
@@ -52,12 +54,14 @@ class Profile:
         resting: names of other parameters that the step did not use.
         buffers: the module buffers whose values the step changed: name -> (unit of the first
             call of their module, unit of its last call).
+        saved: bytes of activations that each unit leaves for the backward; none: nobody counted.
     """
 
     units: tuple[Unit, ...]
     unused: tuple[str, ...]
     buffers: dict[str, tuple[int, int]]
     resting: tuple[str, ...] = ()
+    saved: tuple[int, ...] = ()
 
     @property
     def begins(self) -> list[int]:
@@ -84,10 +88,15 @@ class Recorder:
 
     Args:
         parameters: name -> parameter, for those that are trained.
+        counts: whether bytes of activations are counted.
     """
 
-    def __init__(self, module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(
+        self, module: nn.Module, parameters: dict[str, nn.Parameter], *, counts: bool = False
+    ) -> None:
         self._module = module
+        self._counts = counts
+        self._saved: dict[int, tuple[UntypedStorage, int]] = {}  # what is saved, and in which unit
         self._trained = parameters
         self._names = {
             id(p): name for name, p in (*module.named_parameters(), *parameters.items())
@@ -109,7 +118,8 @@ class Recorder:
             if path and not isinstance(m, torch.jit.ScriptModule)
         ]
         try:
-            with FunctionWatch(self._function):
+            saving = saved_tensors_hooks(self._note_saved, lambda x: x)
+            with saving if self._counts else nullcontext(), FunctionWatch(self._function):
                 yield
         finally:
             for end in ends:
@@ -126,7 +136,24 @@ class Recorder:
         units = tuple(self._unit(starts, used) for starts, used in self._units)
         rest = [name for name in self._names.values() if name not in self._seen]
         unused, resting = self._apart(rest)
-        return Profile(units=units, unused=unused, buffers=changed, resting=resting)
+        saved = self._saved_by_unit() if self._counts else ()
+        return Profile(units=units, unused=unused, buffers=changed, resting=resting, saved=saved)
+
+    def _saved_by_unit(self) -> tuple[int, ...]:
+        given = (*self._module.parameters(), *self._module.buffers())
+        known = {x.untyped_storage()._cdata for x in given if not is_lazy(x)}
+        num_bytes = [0] * len(self._units)
+        for key, (storage, unit) in self._saved.items():
+            if key not in known:
+                num_bytes[unit] += storage.nbytes()
+        self._saved.clear()  # which would live as long as the fit
+        return tuple(num_bytes)
+
+    def _note_saved(self, x: Tensor) -> Tensor:
+        if x.layout is torch.strided:  # others have no storage
+            storage = x.untyped_storage()
+            self._saved.setdefault(storage._cdata, (storage, len(self._units) - 1))
+        return x
 
     def _unit(self, starts: list[str], used: list[str]) -> Unit:
         trained, frozen = self._apart(used)
@@ -192,6 +219,7 @@ class Stage:
             first used here.
         buffers_final_after: stage after whose forward these buffers change no more in a step.
         frozen: names of the parameters that are first used here, but not trained, or not yet.
+        activation_bytes: what a forward leaves for its backward. [None: nobody has counted]
     """
 
     start: str
@@ -200,6 +228,7 @@ class Stage:
     buffers: tuple[str, ...] = ()
     buffers_final_after: int = 0
     frozen: tuple[str, ...] = ()
+    activation_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +318,7 @@ class StageMap:
                     buffers=tuple(d["buffers"]),
                     buffers_final_after=d["buffers_final_after"],
                     frozen=tuple(d.get("frozen", ())),  # of older checkpoints nobody knows
+                    activation_bytes=d.get("activation_bytes"),
                 )
                 for d in data
             )
@@ -365,9 +395,13 @@ def _group(profile: Profile, starts: Sequence[int], paths: Sequence[str]) -> Sta
             names += profile.unused
             frozen += profile.resting
         glue = tuple(n for unit in members for n in unit.glue)
+        saved = sum(profile.saved[a:b]) if profile.saved else None
         made.append(
-            Stage(start=paths[j], parameters=tuple(names), glue=glue, frozen=tuple(frozen))
-        )
+            Stage(
+                start=paths[j], parameters=tuple(names), glue=glue, frozen=tuple(frozen),
+                activation_bytes=saved,
+            )
+        )  # fmt: skip
     return StageMap(_with_buffers(made, profile.buffers, starts))
 
 

@@ -29,14 +29,16 @@ class FirstStep:
 
     Args:
         parameters: name -> parameter, for those that are trained.
+        counts: whether bytes of activations are counted.
     """
 
     def __init__(
-        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], assembly: Assembly
-    ) -> None:
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], assembly: Assembly,
+        *, counts: bool = False,
+    ) -> None:  # fmt: skip
         self._module = module
         self._assembly = assembly
-        self._recorder = Recorder(module, dict(parameters))
+        self._recorder = Recorder(module, dict(parameters), counts=counts)
         self._batch = ""
         self._profile: Profile | None = None
         self._orders: list[list[str]] = []  # in which each worker used its parameters
@@ -128,4 +130,7 @@ def _shared(everyone: Sequence[Mapping[str, Any]]) -> Profile:
             span = (first, last) if data["units"] == base["units"] else (0, len(units) - 1)
             changed.setdefault(name, span)
     unused, resting = tuple(base["unused"]), tuple(base["resting"])
-    return Profile(units=units, unused=unused, buffers=changed, resting=resting)
+    # one plan for all: where most is left
+    alike = [data["saved"] for data in everyone if len(data["saved"]) == len(base["saved"])]
+    saved = tuple(map(max, zip(*alike, strict=True)))
+    return Profile(units=units, unused=unused, buffers=changed, resting=resting, saved=saved)

@@ -32,6 +32,7 @@ from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.messages import Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
+from lightning_cyclic.runtime.state_tier import StateTier
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import WeightWatch
@@ -75,6 +76,7 @@ class Engine:
         aside: lets the body do, in the middle of the step, what is not of the step.
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
+        tier: moves optimizer state, where the plan has it come and go.
     """
 
     _outcomes: Outcomes | None = None  # where updates may be skipped
@@ -94,8 +96,9 @@ class Engine:
         sums: SumDtypes = AS_MADE,
         watch: WeightWatch | None = None,
         flight: FlightRecorder | None = None,
+        tier: StateTier | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self._tier = plan, tier
         self.stages = stages
         self.transport = transport
         self.t = state.t if state else 0
@@ -131,6 +134,7 @@ class Engine:
             sums_travel=not plan.axes.sharding.gathers,
         )  # fmt: skip
         self.shards = self._exchange.shards = self._make_shards(module)
+        self._exchange.tier = tier
         self._worker = self._make_worker()
         self._shown: Replica = self.shards or Replica(self.stores)
         again = None if self.shards is None else self._enter_again
@@ -253,6 +257,8 @@ class Engine:
         self._shown.stay_no_longer()
         if self.plan.weights == "sync":
             self._worker.settle()
+            if self._tier is not None:  # what others change of it from now on counts
+                self._tier.free_all()
             self._show_newest(range(self.plan.num_stages))
 
     def follow(self, plan: Plan) -> None:
@@ -415,11 +421,15 @@ class Engine:
             self._note_outcome(j, t + 1)
             if total.buffer is not None:
                 total.buffer.let_go()
-        self.norms.forget(t)
+        if not any(a.kind is Kind.UPDATE and a.t == t for a in self._actions[self._at :]):
+            self.norms.forget(t)  # of all stages, which are clipped one by one
 
     def _advance(self, v: int, j: int) -> Sum:
         """Let the parameters be version ``v``, with its gradients, and the values before it."""
         self._fetch((Datum.SUM, v - 1, j, None))
+        if self._tier is not None:
+            self._fetch((Datum.STATE, j, v - 1))
+            self._tier.install(j)
         self.stores[j].begin_update(v, self._oldest(j, v))
         return self._grads.show(v - 1, j)
 

@@ -25,6 +25,7 @@ from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
+from lightning_cyclic.runtime.state_tier import StateTier
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.whole_step.shards import Shards
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
@@ -71,6 +72,7 @@ class Exchange:
         )
         self._parameter_layouts = [self._layout_of(store, store.parameters) for store in stores]
         self.shards: Shards | None = None  # where workers hold what they use alone
+        self.tier: StateTier | None = None  # where optimizer state comes and goes
         self._gradients: dict[tuple[int, int | None, int], Sum] = {}  # that came
         self._handed_on: list[tuple[str, Mark]] = []  # names of buffers, and what was sent
 
@@ -97,9 +99,17 @@ class Exchange:
         self._grads.add(a.t, a.j, self._gradients.pop((a.t, a.i, a.j), None))
 
     def free(self, a: Action) -> None:
+        if a.payload is Payload.O:
+            assert self.tier is not None
+            self.tier.free(a.j)
+            return
         assert self.shards is not None
         assert a.v is not None
         self.shards.free(a.j, a.v)
+
+    def move(self, a: Action) -> None:
+        assert self.tier is not None
+        self.tier.move(a)
 
     def check_handed_on(self) -> None:
         """Check, when the forwards of a step are over, what was handed on before.
@@ -137,6 +147,9 @@ class Exchange:
         """Let the messages of a ring have one form."""
 
     def hold(self, a: Action) -> None:
+        if a.payload is Payload.O:
+            assert self.tier is not None
+            self.tier.hold(a)
         if a.payload is Payload.P and a.kind is Kind.SEND:
             assert a.v is not None
             self._stores[a.j].hold(a.v)

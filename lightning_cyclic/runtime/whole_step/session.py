@@ -37,6 +37,7 @@ from lightning_cyclic.runtime.weight_watch import Weights, WeightWatch, changed_
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
+from lightning_cyclic.runtime.whole_step.tiers import PlannedTiers, TierConfig
 
 _LEAST_BYTES = 3 << 19  # of a fine stage: below, its messages cost more than they overlap
 _MOST_FINE = 8
@@ -61,6 +62,7 @@ class SessionConfig:
             [gradients must be]
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
+        tiers: where optimizer state lies while it is not used. [in memory]
     """
 
     make_plan: Callable[[int, tuple[int, ...], tuple[int, ...], int], Plan]
@@ -75,10 +77,10 @@ class SessionConfig:
     outcomes: Outcomes | None = None
     forms: WeightForms = ALL
     sums: SumDtypes = AS_MADE
-    say: Callable[[str], None] = print
+    tiers: TierConfig | None = None
 
 
-def auto_stages(num_workers: int, num_bytes: int) -> int:
+def auto_stages(num_workers: int, num_bytes: int, *, come_and_go: bool = False) -> int:
     """Return the number of stages that "auto" stands for: of sizes alone, never of timing.
 
     One stage per worker, or two (up to 8 in all) where each has 1.5 MiB: they overlap better where
@@ -87,7 +89,10 @@ def auto_stages(num_workers: int, num_bytes: int) -> int:
     Args:
         num_workers: how many workers there are.
         num_bytes: bytes of all trained parameters.
+        come_and_go: whether optimizer state of stages does, which takes less room in small parts.
     """
+    if come_and_go:
+        return max(_MOST_FINE, 2 * num_workers)
     fine = 2 * num_workers
     return fine if fine <= _MOST_FINE and num_bytes >= fine * _LEAST_BYTES else num_workers
 
@@ -127,7 +132,7 @@ class Session(AbstractSession):
         self.stages: StageMap | None = None
         # made here, by all workers at once, so that a failure in the first step has a board
         self.transport = self._new_transport()
-        self._first: FirstStep | None = FirstStep(module, parameters, self.assembly)
+        self._first: FirstStep | None = self._new_first_step(parameters)
         # stages that are chosen in the first step are not known in it: it draws as one stage
         named = () if isinstance(config.stages, int | str) else config.stages
         self._draws = KeyedDraws(module, named, device)
@@ -354,7 +359,7 @@ class Session(AbstractSession):
         """
         if self.stages is None or self.engine is None or self.failed:
             self._trained = dict(trained)
-            self._first = FirstStep(self.module, trained, self.assembly)
+            self._first = self._new_first_step(trained)
             return
         self._trained |= trained
         state = self.engine.state()
@@ -446,7 +451,10 @@ class Session(AbstractSession):
         sizes = {n: p.numel() * p.element_size() for n, p in held.items()}
         if stages == "auto":
             num_workers = plan.num_workers
-            stages = min(auto_stages(num_workers, sum(sizes.values())), len(profile.begins))
+            wanted = auto_stages(
+                num_workers, sum(sizes.values()), come_and_go=self._config.tiers is not None
+            )
+            stages = min(wanted, len(profile.begins))
         assert not isinstance(stages, str)
         if self._config.relay_buffers == "all":
             everywhere = (0, len(profile.units) - 1)
@@ -463,16 +471,20 @@ class Session(AbstractSession):
             trained = {n for n in self._trained if named[n].requires_grad}
             stages = stages.holding(named, trained)
         self.stages = stages
-        plan = self._make_plan()
+        plan, tier = self._make_plan(), None
         if state is not None:
             self._draw_by_stages()
         if self.is_apart:
             self._take_own(plan)
+        if self._config.tiers is not None:
+            forms = self._config.forms
+            planned = PlannedTiers(self._config.tiers, plan, self.module, stages, forms)
+            plan, tier = planned.plan, planned.tier(self.worker)
         assert self.transport is not None
         self.engine = Engine(
             self.module, plan, stages, self.transport, self._update, state,
             paced=self._config.paced, aside=self._aside, forms=self._config.forms,
-            sums=self._config.sums, watch=self._watch, flight=self.flight,
+            sums=self._config.sums, watch=self._watch, flight=self.flight, tier=tier,
         )  # fmt: skip
         named = self.named()
         rest = {n: p for n, p in named.items() if n not in stages.stage_of}
@@ -484,6 +496,10 @@ class Session(AbstractSession):
         relayed = {name for stage in stages.stages for name in stage.buffers}
         names = [name for name, _ in self.module.named_buffers() if name not in relayed]
         self._still = self._still_buffers(names)
+
+    def _new_first_step(self, trained: Mapping[str, nn.Parameter]) -> FirstStep:
+        counts = self._config.tiers is not None
+        return FirstStep(self.module, trained, self.assembly, counts=counts)
 
     def _make_plan(self) -> Plan:
         assert self.stages is not None

@@ -1,0 +1,290 @@
+"""Optimizer state that is in memory only for its update; at other times it lies in a file.
+
+    FETCH     takes room in memory; a lane reads the file into it
+    UPDATE    shows the optimizer the tensors there
+    EVICT     a lane writes them to the file
+    FREE      shows the optimizer the file (mapped), and gives the room back
+
+So whoever looks into ``optimizer.state``, a checkpoint or a callback, finds the right values, in
+memory or in the file, of which the system brings what is read, and drops it again.
+
+The file has no name, so that nothing of it is left behind a run, however that ends, and runs may
+share a folder.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_cyclic.errors import ConfigurationError, StepError
+from lightning_cyclic.plan.actions import Action, Kind
+from lightning_cyclic.runtime.buffers import span, views_of
+from lightning_cyclic.runtime.state_layout import Chunk, Part, StateLayout
+
+_MOST_AT_ONCE = 1 << 30  # bytes that the system reads or writes in one call
+
+
+@final
+class _Room:
+    """Have room in memory for a chunk.
+
+    Args:
+        num_bytes: of any chunk.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.data = torch.empty(num_bytes, dtype=torch.uint8)
+        self.bytes = self.data.numpy().data
+        self.views: list[Tensor] = []  # of the chunk that is here
+        self._num_users = self._count()  # who share the memory: what is above
+
+    def show(self, chunk: Chunk) -> None:
+        self.views = views_of(self.data, 0, [part.spec for part in chunk])
+
+    def leave(self) -> bool:
+        """Forget the chunk; say whether nobody else has its tensors, or parts of them."""
+        self.views = []
+        return self._count() <= self._num_users
+
+    def _count(self) -> int:
+        return int(torch._C._storage_Use_Count(self.data.untyped_storage()._cdata))
+
+
+@final
+class StateTier:
+    """Move the state of a worker's stages.
+
+    Args:
+        layout: of all state.
+        kept: how many chunks of each stage stay in memory, its first ones.
+        parameters: own stage -> what the optimizer has of it.
+        optimizer: returns that whose state it is.
+        folder: for the file.
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        kept: Sequence[int],
+        parameters: Mapping[int, Sequence[nn.Parameter]],
+        optimizer: Callable[[], Optimizer],
+        folder: Path,
+    ) -> None:
+        self._layout = layout
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._folder = folder
+        self._moved = {j: layout.stages[j][kept[j] :] for j in parameters}
+        self._spare: list[_Room] = []
+        self._rooms: dict[int, list[_Room]] = {}  # of the stages that are in memory
+        chunks = [(j, k) for j, each in self._moved.items() for k in range(len(each))]
+        self._begins = {at: n * layout.chunk_bytes for n, at in enumerate(chunks)}
+        self.num_bytes = len(chunks) * layout.chunk_bytes
+        self._mapped: dict[int, list[list[Tensor]]] = {j: [] for j in parameters}
+        self._file = _file_of(folder, self.num_bytes)
+        if not chunks:
+            return
+        mapped = mmap.mmap(self._file.fileno(), self.num_bytes)
+        for j, k in chunks:
+            self._mapped[j].append(_views_in(mapped, self._begins[j, k], self._moved[j][k]))
+        self._put_away()
+
+    def _put_away(self) -> None:
+        """Let state that was loaded go to the file."""
+        for j in self._moved:
+            for part, mapped, x in self._parts(j):
+                if x is not None:
+                    _check(part, x, j)
+                    mapped.copy_(x)
+                    self._put(part, mapped)
+
+    # ------------------------------------------------------------------ on the main thread
+
+    def hold(self, a: Action) -> None:
+        """Prepare what a lane will do: take room for a FETCH, fill it for an EVICT."""
+        if a.kind is Kind.FETCH:
+            # before its first update a stage has no state, and the optimizer makes it
+            if any(x is not None for _, _, x in self._parts(a.j)):
+                self._rooms[a.j] = [self._room_for(chunk) for chunk in self._moved[a.j]]
+        else:
+            self._fill(a.j)
+
+    def install(self, j: int) -> None:
+        """Show the optimizer what has come; it may have been given something else meanwhile."""
+        if j in self._rooms:
+            self._show(j, self._rooms[j])
+
+    def free(self, j: int) -> None:
+        """Show the optimizer the file, and give back the room.
+
+        Raises:
+            StepError: somebody has kept tensors that were in it.
+        """
+        rooms = self._rooms.pop(j, None)
+        if rooms is None:
+            return
+        views = {id(view) for room in rooms for view in room.views}
+        for part, mapped, x in self._parts(j):
+            if id(x) in views:
+                self._put(part, mapped)
+        x = None  # a name for a tensor is a user of it
+        for room in rooms:
+            if not room.leave():
+                raise _kept(j)
+        self._spare += rooms
+
+    def free_all(self) -> None:
+        """Free every stage whose state has been written."""
+        for j in list(self._rooms):
+            self.free(j)
+
+    # ------------------------------------------------------------------ on a lane
+
+    def move(self, a: Action) -> None:
+        """Carry out a FETCH or an EVICT, for which all is prepared."""
+        act = self._read if a.kind is Kind.FETCH else self._write
+        for k, room in enumerate(self._rooms.get(a.j, ())):
+            try:
+                act(self._begins[a.j, k], room.bytes)
+            except OSError as error:
+                raise StepError(
+                    f"optimizer state of stage {a.j} was not "
+                    f"{'read from' if a.kind is Kind.FETCH else 'written to'} the folder "
+                    f"disk={str(self._folder)!r} in step {a.t}: {error}; allowed: a folder that "
+                    "can be written and read as long as the run lasts; go on from the newest "
+                    "checkpoint, with a folder on a disk that works"
+                ) from error
+
+    def _read(self, begin: int, into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            part = into[done : done + _MOST_AT_ONCE]
+            count = os.preadv(self._file.fileno(), [part], begin + done)
+            if not count:
+                raise OSError("the file is shorter than it was made")
+            done += count
+
+    def _write(self, begin: int, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            part = data[done : done + _MOST_AT_ONCE]
+            done += os.pwrite(self._file.fileno(), part, begin + done)
+
+    # ------------------------------------------------------------------ what is where
+
+    def _parts(self, j: int) -> Iterator[tuple[Part, Tensor, Any]]:
+        """Yield each part of a stage, where it is in the file, and what the optimizer has."""
+        state = self._optimizer().state
+        for chunk, mapped in zip(self._moved[j], self._mapped[j], strict=True):
+            for part, view in zip(chunk, mapped, strict=True):
+                yield part, view, state[part.p].get(part.key) if part.p in state else None
+
+    def _put(self, part: Part, x: Tensor) -> None:
+        self._optimizer().state[part.p][part.key] = x
+
+    def _room_for(self, chunk: Chunk) -> _Room:
+        room = self._spare.pop() if self._spare else _Room(self._layout.chunk_bytes)
+        room.show(chunk)
+        return room
+
+    def _fill(self, j: int) -> None:
+        """Have all state of a stage in its room, also what the optimizer has just made."""
+        self._check_complete(j)
+        rooms = self._rooms.get(j)
+        if rooms is None:  # chunk by chunk, as what the optimizer has made goes with each
+            self._rooms[j] = rooms = []
+            for k, chunk in enumerate(self._moved[j]):
+                rooms.append(self._room_for(chunk))
+                self._show_chunk(j, k, rooms[k])
+        else:
+            self._show(j, rooms)
+
+    def _show(self, j: int, rooms: Sequence[_Room]) -> None:
+        for k, room in enumerate(rooms):
+            self._show_chunk(j, k, room)
+
+    def _show_chunk(self, j: int, k: int, room: _Room) -> None:
+        """Let the optimizer have the tensors of a room, with the values that it has now."""
+        state = self._optimizer().state
+        for part, mapped, view in zip(
+            self._moved[j][k], self._mapped[j][k], room.views, strict=True
+        ):
+            x = state[part.p].get(part.key) if part.p in state else None
+            if x is None or x is view:
+                continue
+            if x is not mapped:  # made just now, or loaded
+                _check(part, x, j)
+                view.copy_(x)
+            self._put(part, view)
+
+    def _check_complete(self, j: int) -> None:
+        """Refuse state that was not known when the plan was made, and that has room in none."""
+        state = self._optimizer().state
+        known = {(part.p, part.key) for chunk in self._layout.stages[j] for part in chunk}
+        for p in self._parameters[j]:
+            for key, x in state.get(p, {}).items():
+                if isinstance(x, Tensor) and x.dim() > 0 and (p, key) not in known:
+                    name = type(self._optimizer()).__name__
+                    raise StepError(
+                        f"{name} has made {key!r}, which it does not make in its first step, of a "
+                        f"parameter of stage {j}, so that disk=... has no place for it; allowed: "
+                        "optimizers that make all their state at once, with settings (amsgrad, "
+                        "momentum) that stay; leave disk out"
+                    )
+
+
+def _file_of(folder: Path, num_bytes: int) -> IO[bytes]:
+    """Make a file without a name that has all its room."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (as long as its state)
+        if num_bytes:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        free = f", which has {shutil.disk_usage(folder).free} free" if folder.is_dir() else ""
+        raise ConfigurationError(
+            f"disk={str(folder)!r}{free}: {error}; allowed: a folder that can be written, with "
+            f"{num_bytes} bytes free, the optimizer state that does not stay in memory; use "
+            "another one, or raise memory_limit_bytes"
+        ) from error
+    return file
+
+
+def _check(part: Part, x: Any, j: int) -> None:
+    spec = part.spec
+    if not isinstance(x, Tensor) or x.size() != spec.size or x.dtype != spec.dtype:
+        now = f"{tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise StepError(
+            f"optimizer state {part.key!r} of a parameter of stage {j} is {now}, and not "
+            f"{tuple(spec.size)}, {spec.dtype}, for which disk=... has its place; allowed: state "
+            "as the optimizer makes it in its first step; load such, or leave disk out"
+        )
+
+
+def _kept(j: int) -> StepError:
+    return StepError(
+        f"optimizer state of stage {j} leaves memory behind its update, but a hook or a callback "
+        "has kept tensors of it, which would show that of another stage; allowed: copies; keep "
+        "x.clone() of what you read from optimizer.state, or leave disk out"
+    )
+
+
+def _views_in(mapped: mmap.mmap, begin: int, chunk: Chunk) -> list[Tensor]:
+    """Return the tensors of a chunk in a file; each has its own storage, as files are saved so."""
+    views = []
+    for part in chunk:
+        size, stride, dtype, *_ = part.spec
+        flat = torch.frombuffer(mapped, dtype=dtype, count=span(part.spec), offset=begin)
+        views.append(flat.as_strided(size, stride))
+        begin += part.num_bytes
+    return views
