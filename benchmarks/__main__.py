@@ -48,6 +48,7 @@ INDEX = {
     "stage_floor": Entry("pipeline.stage_floor", "30 s"),
     "gpu": Entry("gpu.session", "8 min, GPU"),
     "sparse_states": Entry("memory.sparse_states", "2 min"),
+    "tiers": Entry("memory.tiers", "5 min"),
 }
 
 

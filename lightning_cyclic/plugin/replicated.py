@@ -174,6 +174,13 @@ class ReplicatedTraining(AbstractTraining):
         assert self._outcomes is not None
         return self._outcomes.are_finite(t, self._engine.plan.num_stages)
 
+    @override
+    def _kept_by_stages(self) -> list[tuple[int, int]] | None:
+        stages = self._session.stages
+        kept = [] if stages is None else [stage.activation_bytes for stage in stages.stages]
+        counted = [(x, 0) for x in kept if x is not None]  # inputs are among them
+        return counted if len(counted) == len(kept) > 0 else None
+
     @property
     @override
     def transport(self) -> CountingTransport | None:

@@ -1,0 +1,225 @@
+"""Train a GPT whose optimizer state lies on a disk, under limits, beside a run in memory.
+
+    python -m benchmarks tiers                              61 M weights, 1 worker
+    python -m benchmarks tiers --disk /scratch --rounds 5
+
+Each contender is a process of its own, with the same weights and batches. "planned" is what the
+plan counts (weights, gradients, activations, optimizer state), "measured" how much the system says
+that the process grew at most since before its weights were made. Ratios of steps are of the same
+round: median (lowest - highest).
+
+At last the least limit and the run in memory get a real cap of the system (a memory cgroup, as
+root), of what the plan says for the first and a tenth more: which of them trains?
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from benchmarks.rounds import command_of, environment, free_port, quiet, result, results_in, spread
+from lightning_cyclic import CyclicStrategy
+
+SMOKE = (
+    "--rounds", "1", "--num-steps", "4", "--width", "64", "--depth", "2", "--words", "100",
+    "--length", "8", "--stages", "4", "--no-cap",
+)  # fmt: skip
+WARM_UP = 2
+MB = 1e6
+V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+
+
+class Block(nn.Module):
+    """Attend to what came before, and think."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.behind = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = self.mix(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*each, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.behind(x))))
+
+
+class Gpt(L.LightningModule):
+    """A GPT, with a head of its own."""
+
+    def __init__(self, width: int, depth: int, words: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.Sequential(*(Block(width, width // 64) for _ in range(depth)))
+        self.head = nn.Linear(width, words)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.head(self.blocks(self.embed(batch[:, :-1])))
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-4)
+
+
+class Clock(L.Callback):
+    """Measure steps, and what the plan says."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.planned = 0.0
+        self._began_s = 0.0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._began_s = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._began_s)
+        if isinstance(trainer.strategy, CyclicStrategy):
+            self.planned = trainer.strategy.planned_memory(0).total
+
+
+def work(options: dict[str, Any], limit_bytes: int | None) -> None:
+    """Be one contender."""
+    args = argparse.Namespace(**options)
+    quiet(args.threads)
+    warm = nn.Linear(8, 8)  # what torch loads with its first backward is not the module's
+    warm(torch.ones(1, 8)).sum().backward()
+    before = grown_to(reset=True)
+    clock, strategy = Clock(), "auto"
+    if limit_bytes is not None:
+        strategy = CyclicStrategy(
+            "lockstep_dp", stages=args.stages, memory_limit_bytes=limit_bytes, disk=args.disk
+        )
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, callbacks=[clock], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy=strategy, default_root_dir=tempfile.gettempdir(), use_distributed_sampler=False,
+    )  # fmt: skip
+    g = torch.Generator().manual_seed(1)
+    shape = (args.batch, args.length + 1)
+    rows: Any = [torch.randint(args.words, shape, generator=g) for _ in range(args.num_steps)]
+    module = Gpt(args.width, args.depth, args.words)
+    trainer.fit(module, DataLoader(rows, batch_size=None))
+    grown, plan = grown_to() - before, getattr(trainer.strategy, "plan", None)
+    digest = float(sum(p.detach().double().sum() for p in module.parameters()))
+    result({
+        "step_s": median(clock.seconds[WARM_UP:]), "grown": grown, "planned": clock.planned,
+        "moved": sum(plan.tiers.moved) if plan and plan.tiers else 0, "digest": digest,
+        "before": before,
+    })  # fmt: skip
+
+
+def grown_to(*, reset: bool = False) -> int:
+    """Return the most bytes that this process has had in memory, since the last reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
+
+
+def contender(args: argparse.Namespace, limit_bytes: int | None, cap_bytes: int = 0) -> Any:
+    """Start a contender; return what it found, or the text with which it ended."""
+    env = environment(0, 1, "127.0.0.1", free_port(), "lo") | {
+        "OMP_NUM_THREADS": str(args.threads),
+        # else glibc keeps what is freed, the more the larger it is
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 18),
+    }
+    env.pop("NODE_RANK")
+    command = command_of("tiers", [vars(args), limit_bytes])
+    with capped(cap_bytes) as join:
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, preexec_fn=join, check=False
+        )
+    if done.returncode == 0:
+        return results_in(done.stdout)[0]
+    if done.returncode < 0:
+        return f"killed by signal {-done.returncode}"
+    return done.stderr
+
+
+@contextmanager
+def capped(num_bytes: int) -> Iterator[Any]:
+    """Make a memory cgroup; yield what puts a process into it."""
+    if not num_bytes:
+        yield None
+        return
+    root, file = (V1, "memory.limit_in_bytes") if V1.is_dir() else (V2, "memory.max")
+    group = root / f"lightning_cyclic_{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / file).write_text(str(num_bytes))
+        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
+    finally:
+        group.rmdir()
+
+
+def least_of(args: argparse.Namespace) -> int:
+    """Return the least limit with which a run begins, which it names where it is given less."""
+    said = contender(args, 1)
+    (least,) = re.findall(r"allowed: (\d+) or more", said)[:1]
+    return int(least)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be chosen."""
+    parser.add_argument("--width", type=int, default=640)
+    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--words", type=int, default=2000)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=14)
+    parser.add_argument("--num-steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--disk", default=tempfile.gettempdir())
+    parser.add_argument("--no-cap", action="store_true", help="try no cap of the system")
+
+
+def run(args: argparse.Namespace) -> None:
+    least = least_of(args)
+    whole = contender(args, None)
+    state = contender(args, 10**15)  # of which all fits
+    most = int(state["planned"])
+    limits = [None, most + 1, *(least + (most - least) * k // 3 for k in (2, 1, 0))]
+    found: dict[int | None, list[Any]] = {limit: [] for limit in limits}
+    for _ in range(args.rounds):
+        for limit in limits:
+            found[limit].append(contender(args, limit))
+    print(f"{'limit':>12}{'on disk':>12}{'planned':>12}{'measured':>12}{'of it':>8}   step")
+    for limit, ends in found.items():
+        bad = next((end for end in ends if isinstance(end, str)), None)
+        if bad is not None:
+            raise SystemExit(bad)
+        assert {end["digest"] for end in ends} == {whole["digest"]}, "other weights"
+        measured = median(end["grown"] for end in ends)
+        planned, moved = ends[0]["planned"], ends[0]["moved"]
+        ratios = [a["step_s"] / b["step_s"] for a, b in zip(ends, found[None], strict=True)]
+        of_it = f"{measured / planned:.2f}" if planned else ""
+        row = [f"{x / MB:.0f} MB" if x else "" for x in (limit, moved, planned, measured)]
+        step = f"{median(e['step_s'] for e in ends):.3f} s" if limit is None else spread(ratios)
+        print("".join(f"{x:>12}" for x in row) + f"{of_it:>8}   {step}")
+    if not args.no_cap:
+        cap = int(whole["before"] + 1.1 * found[least][0]["planned"])
+        print(f"under a cap of {cap / MB:.0f} MB for the process:")
+        for name, limit in (("in memory", None), ("on disk", least)):
+            end = contender(args, limit, cap)
+            print(f"  {name:<10} {end if isinstance(end, str) else 'trains, with the same bits'}")
+            assert isinstance(end, str) or end["digest"] == whole["digest"]
