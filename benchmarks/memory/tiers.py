@@ -56,7 +56,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         each = self.mix(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*each, is_causal=True)
+        q, k, v = each
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.behind(x))))
 
@@ -93,7 +94,8 @@ class Clock(L.Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.seconds.append(time.perf_counter() - self._began_s)
         if isinstance(trainer.strategy, CyclicStrategy):
-            self.planned = trainer.strategy.planned_memory(0).total
+            planned = trainer.strategy.planned_memory(0)
+            self.planned = 0.0 if planned is None else planned.total
 
 
 def work(options: dict[str, Any], limit_bytes: int | None) -> None:
@@ -103,7 +105,8 @@ def work(options: dict[str, Any], limit_bytes: int | None) -> None:
     warm = nn.Linear(8, 8)  # what torch loads with its first backward is not the module's
     warm(torch.ones(1, 8)).sum().backward()
     before = grown_to(reset=True)
-    clock, strategy = Clock(), "auto"
+    clock = Clock()
+    strategy: str | CyclicStrategy = "auto"
     if limit_bytes is not None:
         strategy = CyclicStrategy(
             "lockstep_dp", stages=args.stages, memory_limit_bytes=limit_bytes, disk=args.disk

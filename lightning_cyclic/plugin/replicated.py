@@ -205,7 +205,7 @@ class ReplicatedTraining(AbstractTraining):
         self._follow_freezing()
         self._updates.expect_groups()
         self._is_under_way = True
-        if session.is_apart and session.engine is None:
+        if session.looks_first and session.engine is None:
             args, kwargs = self._find_stages(own, StepArguments(args, kwargs)), {}
         batch, last = args[0] if args else kwargs, not self._accumulating
         self._check_planned(last=last)

@@ -149,7 +149,7 @@ def _copy_over_shapes(
     if any(isinstance(x, Optimizer) for held in vars(optimizer).values() for x in _each(held)):
         raise _unknown(optimizer, "it has other optimizers inside, which have parameters")
     copied: Optimizer = object.__new__(type(optimizer))
-    mutable = list | dict | set
+    mutable = (list, dict, set)
     vars(copied).update(
         {k: copy(x) if isinstance(x, mutable) else x for k, x in vars(optimizer).items()}
     )

@@ -85,7 +85,8 @@ class StateTier:
         self._optimizer = optimizer
         self._folder = folder
         self._moved = {j: layout.stages[j][kept[j] :] for j in parameters}
-        self._spare: list[_Room] = []
+        self._spare: list[_Room] = []  # which spares the system to find their pages again
+        self._coming = {j for j, each in self._moved.items() if each}  # yet, in this round
         self._rooms: dict[int, list[_Room]] = {}  # of the stages that are in memory
         chunks = [(j, k) for j, each in self._moved.items() for k in range(len(each))]
         self._begins = {at: n * layout.chunk_bytes for n, at in enumerate(chunks)}
@@ -142,6 +143,10 @@ class StateTier:
             if not room.leave():
                 raise _kept(j)
         self._spare += rooms
+        self._coming.discard(j)
+        if not self._coming:  # what is spare until the next step is in no plan
+            self._spare.clear()
+            self._coming = {k for k, each in self._moved.items() if each}
 
     def free_all(self) -> None:
         """Free every stage whose state has been written."""

@@ -119,6 +119,7 @@ class Recorder:
         ]
         try:
             saving = saved_tensors_hooks(self._note_saved, lambda x: x)
+            self._counts &= torch.is_grad_enabled()  # else nothing is kept for a backward
             with saving if self._counts else nullcontext(), FunctionWatch(self._function):
                 yield
         finally:
@@ -153,7 +154,7 @@ class Recorder:
         if x.layout is torch.strided:  # others have no storage
             storage = x.untyped_storage()
             self._saved.setdefault(storage._cdata, (storage, len(self._units) - 1))
-        return x
+        return x.detach()  # an output of its own node would never be let go of
 
     def _unit(self, starts: list[str], used: list[str]) -> Unit:
         trained, frozen = self._apart(used)

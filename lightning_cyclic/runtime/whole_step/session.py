@@ -32,6 +32,7 @@ from lightning_cyclic.runtime.stages.stage_map import Profile, StageMap, make_st
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
+from lightning_cyclic.runtime.values.trees import map_tensors
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import Weights, WeightWatch, changed_within
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
@@ -141,6 +142,11 @@ class Session(AbstractSession):
         self.is_apart = any(map(is_absent, module.parameters()))
 
     @property
+    def looks_first(self) -> bool:
+        """Say whether stages are found before the first step, and not in it."""
+        return self.is_apart or self._config.tiers is not None
+
+    @property
     def t(self) -> int:
         """Return the step under way, or the number of steps done between steps."""
         return self.engine.t if self.engine else 0
@@ -205,23 +211,28 @@ class Session(AbstractSession):
     # ------------------------------------------------------------------ steps
 
     def find_stages(self, batch: Any, step: Callable[[], Any]) -> None:
-        """Find the stages before the first step, where no worker may have the whole module.
+        """Find the stages before the first step, where memory is short.
+
+        No worker may have the whole module; or weights would be there twice in the first step, as
+        its graph holds them where they were before they were laid out by stages.
 
         Args:
             batch: that this worker has been given.
             step: runs the user's step on a copy of it; it leaves nothing behind, and the
                 parameters of a module are there while it is called.
         """
-        if not self.is_apart or self.engine is not None:
+        if not self.looks_first or self.engine is not None:
             return
         first = self._first
         assert first is not None
 
         def noted() -> Any:
-            with first.forward(batch, first=True):
+            # a graph shows what activations take; and would hold weights that are lent
+            grad = torch.set_grad_enabled(not self.is_apart)
+            with grad, first.forward(batch, first=True):
                 outputs = step()
             first.note()
-            return outputs
+            return map_tensors(torch.Tensor.detach, outputs)
 
         draws = self._draws.keyed(self._seed, self.t, self.worker)
         with draws, lending(self.module):

@@ -66,8 +66,9 @@ class PlannedTiers:
         if None in kept:  # of a checkpoint of a run that had no limit
             moved = tuple(n * layout.chunk_bytes for n in layout.counts)
             self._config.say(
-                "How much room activations take is not in the checkpoint, as it is of a run "
-                "without disk=...: all optimizer state comes for its update, and goes behind it"
+                "How much room activations take is not known (of a checkpoint of a run without "
+                "disk=..., or where no rank may have all weights): all optimizer state comes for "
+                "its update, and goes behind it"
             )
             return replace(plan, tiers=Tiers(moved=moved, kept=(0,) * len(moved)))
         sizes = [sum(num_bytes_of(named[n]) for n in s.parameters) for s in stages.stages]
