@@ -156,6 +156,9 @@ def _copy_over_shapes(
     for name in [name for name in vars(copied) if name.endswith("_hooks")]:
         vars(copied)[name] = OrderedDict()  # nobody is told of this step
     copied.state = defaultdict(dict)
+    for p, x in shapes.items():  # of those that make it when they are made
+        if p in optimizer.state:
+            copied.state[x] = {k: _shape_of(held) for k, held in optimizer.state[p].items()}
     copied.param_groups = [
         # the plain way of each optimizer takes tensors of any device
         {
@@ -166,6 +169,11 @@ def _copy_over_shapes(
         for group in optimizer.param_groups
     ]
     return copied
+
+
+def _shape_of(held: Any) -> Any:
+    is_large = isinstance(held, Tensor) and held.dim() > 0
+    return torch.empty_like(held, device="meta") if is_large else deepcopy(held)
 
 
 def _each(held: object) -> Iterable[object]:

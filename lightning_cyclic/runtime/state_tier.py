@@ -18,9 +18,10 @@ import mmap
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -93,9 +94,11 @@ class StateTier:
         self.num_bytes = len(chunks) * layout.chunk_bytes
         self._mapped: dict[int, list[list[Tensor]]] = {j: [] for j in parameters}
         self._file = _file_of(folder, self.num_bytes)
+        # not before: a lane may still be at work, and numbers of files are given again
+        weakref.finalize(self, os.close, self._file)
         if not chunks:
             return
-        mapped = mmap.mmap(self._file.fileno(), self.num_bytes)
+        mapped = mmap.mmap(self._file, self.num_bytes)
         for j, k in chunks:
             self._mapped[j].append(_views_in(mapped, self._begins[j, k], self._moved[j][k]))
         self._put_away()
@@ -174,7 +177,7 @@ class StateTier:
         done = 0
         while done < len(into):
             part = into[done : done + _MOST_AT_ONCE]
-            count = os.preadv(self._file.fileno(), [part], begin + done)
+            count = os.preadv(self._file, [part], begin + done)
             if not count:
                 raise OSError("the file is shorter than it was made")
             done += count
@@ -183,7 +186,7 @@ class StateTier:
         done = 0
         while done < len(data):
             part = data[done : done + _MOST_AT_ONCE]
-            done += os.pwrite(self._file.fileno(), part, begin + done)
+            done += os.pwrite(self._file, part, begin + done)
 
     # ------------------------------------------------------------------ what is where
 
@@ -248,13 +251,14 @@ class StateTier:
                     )
 
 
-def _file_of(folder: Path, num_bytes: int) -> IO[bytes]:
+def _file_of(folder: Path, num_bytes: int) -> int:
     """Make a file without a name that has all its room."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (as long as its state)
-        if num_bytes:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if num_bytes:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            return os.dup(file.fileno())
     except OSError as error:
         free = f", which has {shutil.disk_usage(folder).free} free" if folder.is_dir() else ""
         raise ConfigurationError(
@@ -262,7 +266,6 @@ def _file_of(folder: Path, num_bytes: int) -> IO[bytes]:
             f"{num_bytes} bytes free, the optimizer state that does not stay in memory; use "
             "another one, or raise memory_limit_bytes"
         ) from error
-    return file
 
 
 def _check(part: Part, x: Any, j: int) -> None:
