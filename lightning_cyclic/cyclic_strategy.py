@@ -39,10 +39,10 @@ class CyclicStrategy(PlannedStrategy):
         relay_buffers: "auto" relays the buffers that the first step changed (BatchNorm
             statistics) from worker to worker, "all" relays every buffer.
         memory_limit_bytes: of "cyclic_zero": most bytes of parameters, and of one micro-batch's
-            activations of a stage, that a worker may keep. With disk: most bytes of all that
-            training keeps, as the plan counts them. [any number]
-        disk: a folder. Optimizer state that memory_limit_bytes leaves no room for lies there, in
-            a file, and comes for its update. On CPUs; docs/options.md has what it costs. [none]
+            activations of a stage, that a worker may keep. Else, and with disk: most bytes of all
+            that training keeps, as the plan counts them; optimizer state that has no room comes
+            for its update, of a GPU from the host's memory. [any number]
+        disk: a folder, where it lies in a file for workers on CPUs. [none]
         error_feedback: turn each update u_t into 2 * u_t - u_(t-1), for one more buffer of the
             size of the weights. Experimental.
         reduce_dtype: in which sums of gradients travel: "fp32", "bf16" or "fp16". Each is rounded

@@ -143,14 +143,6 @@ class _Use(NamedTuple):
 
 
 _USES: Final[Mapping[str, _Use]] = {
-    "memory_limit_bytes": _Use(
-        None,
-        lambda options, plan: (
-            is_stagewise(plan) or plan.axes.sharding.gathers or options.disk is not None
-        ),
-        "workers that each have parts of the module, or optimizer state that comes and goes",
-        "disk='/tmp', preset='cyclic_zero', or a pipeline",
-    ),
     "activation_checkpointing": _Use(
         "never",
         lambda _, plan: is_stagewise(plan),
@@ -199,8 +191,8 @@ def _check_optimal(options: Options, plan: Plan) -> None:
         )
 
 
-def _check_disk(options: Options, plan: Plan) -> None:
-    """Refuse a place for optimizer state where nobody knows how much of it is to lie there."""
+def _check_tiers(options: Options, plan: Plan) -> None:
+    """Refuse that optimizer state comes and goes where nobody knows how much of it is to."""
     if options.memory_limit_bytes is None:
         raise ConfigurationError(
             f"disk={options.disk!r} without memory_limit_bytes, by which it is chosen how much "
@@ -209,9 +201,10 @@ def _check_disk(options: Options, plan: Plan) -> None:
         )
     if options.num_microbatches is not None or plan.placement != "replicated":
         raise ConfigurationError(
-            f"disk={options.disk!r} with num_microbatches={options.num_microbatches}, by which "
-            "one device runs what so many workers would; allowed: workers that are processes; "
-            "leave num_microbatches out, and use Trainer(accumulate_grad_batches=...)"
+            f"memory_limit_bytes={options.memory_limit_bytes} with "
+            f"num_microbatches={options.num_microbatches}, by which one device runs what so many "
+            "workers would; allowed: workers that are processes; leave num_microbatches out, and "
+            "use Trainer(accumulate_grad_batches=...)"
         )
 
 
@@ -269,8 +262,8 @@ class Options:
                 )
         if self.activation_checkpointing == "optimal":
             _check_optimal(self, probe)
-        if self.disk is not None:
-            _check_disk(self, probe)
+        if self.disk is not None or self.moves_state:
+            _check_tiers(self, probe)
         if self.stages == "measured" and probe.placement not in ("pipelined", "shared"):
             raise ConfigurationError(
                 f"stages='measured' with preset {self.preset!r}, whose stages are cut by bytes, "
@@ -320,9 +313,16 @@ class Options:
         return self._probe().axes.weights.looks_ahead
 
     @property
+    def moves_state(self) -> bool:
+        """Say whether optimizer state is in memory only as far as there is room."""
+        if self.memory_limit_bytes is None or self.is_stagewise:
+            return False
+        return self.disk is not None or not self._probe().axes.sharding.gathers
+
+    @property
     def trains_plainly(self) -> bool:
         """Say whether this is one worker whose plan always reads the newest weights."""
-        return self.num_workers == 1 and self.disk is None and self.plan(1).delay(0) == 0
+        return self.num_workers == 1 and not self.moves_state and self.plan(1).delay(0) == 0
 
     @property
     def lines(self) -> str:
@@ -431,7 +431,7 @@ class Options:
         wanted = auto_stages(
             self.num_workers,
             sum(p.numel() * p.element_size() for p in ps),
-            come_and_go=self.disk is not None,
+            come_and_go=self.moves_state,
         )
         return max(1, min(wanted, len(ps)))
 

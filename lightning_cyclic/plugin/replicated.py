@@ -99,12 +99,18 @@ class ReplicatedTraining(AbstractTraining):
 
     def _make_tiers(self, trainer: Trainer, options: Options) -> TierConfig | None:
         """Return where optimizer state lies, if not in memory."""
-        if options.disk is None or options.memory_limit_bytes is None:
+        if not options.moves_state or options.memory_limit_bytes is None:
             return None
+        device = trainer.strategy.root_device
+        if (device.type == "cuda") != (options.disk is None):
+            raise ConfigurationError(
+                f"memory_limit_bytes={options.memory_limit_bytes} and disk={options.disk!r} with "
+                f"preset {self._plan.preset!r} and accelerator {device.type!r}; allowed: of CPUs "
+                "a folder, disk='/tmp', for optimizer state that does not stay; of a GPU none, as "
+                "it lies in the host's memory; or preset='cyclic_zero', or a pipeline, whose "
+                "workers each have parts of the module"
+            )
         found = {
-            f"accelerator {trainer.strategy.root_device.type!r}": (
-                trainer.strategy.root_device.type != "cpu"
-            ),
             f"precision {trainer.precision!r}, whose loss scale is one decision for all stages": (
                 self._scaling is not None
             ),
@@ -118,13 +124,15 @@ class ReplicatedTraining(AbstractTraining):
         first = next((what for what, is_so in found.items() if is_so), None)
         if first is not None:
             raise ConfigurationError(
-                f"disk={options.disk!r} with {first}; allowed: CPUs, precision '32-true' or "
-                "'bf16-mixed', one batch per step where weights are sharded, and with several "
-                "ranks clip_norm='stage'; use these, or leave disk out"
+                f"memory_limit_bytes={options.memory_limit_bytes}, for which optimizer state "
+                f"comes and goes, with {first}; allowed: precision '32-true' or 'bf16-mixed', one "
+                "batch per step where weights are sharded, and with several ranks "
+                "clip_norm='stage'; use these, or leave memory_limit_bytes out"
             )
         return TierConfig(
             limit_bytes=options.memory_limit_bytes,
-            folder=Path(options.disk),
+            folder=None if options.disk is None else Path(options.disk),
+            device=device,
             optimizer=lambda: trainer.optimizers[0],
             say=rank_zero_info,
         )

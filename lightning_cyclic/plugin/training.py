@@ -95,8 +95,7 @@ class AbstractTraining(Hooks, ABC):
             self._forms,
             self._lag,
             # or noted, where stages are clipped one by one by the norm of all
-            told_before=options.disk is not None
-            or (self._plan.flows and self._plan.norms != "none"),
+            told_before=options.moves_state or (self._plan.flows and self._plan.norms != "none"),
         )
         # on the instance: the module's own configure_gradient_clipping still leads here
         vars(trainer.precision_plugin)["clip_grad_by_norm"] = self._updates.clip_grad_by_norm

@@ -30,6 +30,10 @@ class AbstractMoment(ABC):
         """Let what the current stream is given from now on come behind this."""
 
     @abstractmethod
+    def wait(self) -> None:
+        """Let the host wait until it has come."""
+
+    @abstractmethod
     def is_here(self) -> bool:
         """Say whether it is one of the current stream, which has its order already."""
 
@@ -81,6 +85,10 @@ class _Past(AbstractMoment):
         pass
 
     @override
+    def wait(self) -> None:
+        pass
+
+    @override
     def is_here(self) -> bool:
         return True
 
@@ -126,6 +134,10 @@ class _Moment(AbstractMoment):
     def join(self) -> None:
         if not self.is_here():
             torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+
+    @override
+    def wait(self) -> None:
+        self._event.synchronize()
 
     @override
     def is_here(self) -> bool:

@@ -192,8 +192,8 @@ def _parts_of(p: nn.Parameter, made: Mapping[str, Any]) -> Iterator[Part]:
 def _unknown(optimizer: Optimizer, why: str) -> ConfigurationError:
     name = type(optimizer).__name__
     return ConfigurationError(
-        f"disk=... with {name}, whose state is not known before its first step, as it takes no "
-        f"parameters that have shapes alone ({why}); allowed: optimizers that "
+        f"memory_limit_bytes=... with {name}, whose state is not known before its first step, as "
+        f"it takes no parameters that have shapes alone ({why}); allowed: optimizers that "
         "make their state of the shapes of parameters, as most of torch do; use "
-        "torch.optim.AdamW, or leave disk out"
+        "torch.optim.AdamW, or leave memory_limit_bytes out"
     )

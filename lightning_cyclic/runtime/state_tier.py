@@ -1,38 +1,29 @@
-"""Optimizer state that is in memory only for its update; at other times it lies in a file.
+"""Optimizer state that is in memory only for its update; at other times it is at home.
 
-    FETCH     takes room in memory; a lane reads the file into it
+    FETCH     takes room in memory; a lane reads into it what is at home
     UPDATE    shows the optimizer the tensors there
-    EVICT     a lane writes them to the file
-    FREE      shows the optimizer the file (mapped), and gives the room back
+    EVICT     a lane writes them home
+    FREE      shows the optimizer those at home, and gives the room back
 
 So whoever looks into ``optimizer.state``, a checkpoint or a callback, finds the right values, in
-memory or in the file, of which the system brings what is read, and drops it again.
-
-The file has no name, so that nothing of it is left behind a run, however that ends, and runs may
-share a folder.
+memory or at home: in a home file, or beside a GPU in the host's memory.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import shutil
-import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cyclic.errors import ConfigurationError, StepError
+from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan.actions import Action, Kind
-from lightning_cyclic.runtime.buffers import span, views_of
+from lightning_cyclic.runtime.buffers import views_of
+from lightning_cyclic.runtime.moments import PAST, AbstractMoment, streams_of
+from lightning_cyclic.runtime.state_homes import AbstractHome
 from lightning_cyclic.runtime.state_layout import Chunk, Part, StateLayout
-
-_MOST_AT_ONCE = 1 << 30  # bytes that the system reads or writes in one call
 
 
 @final
@@ -43,11 +34,10 @@ class _Room:
         num_bytes: of any chunk.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self.data = torch.empty(num_bytes, dtype=torch.uint8)
-        self.bytes = self.data.numpy().data
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.views: list[Tensor] = []  # of the chunk that is here
-        self._num_users = self._count()  # who share the memory: what is above
+        self._num_users = self._count()  # who share the memory
 
     def show(self, chunk: Chunk) -> None:
         self.views = views_of(self.data, 0, [part.spec for part in chunk])
@@ -70,7 +60,8 @@ class StateTier:
         kept: how many chunks of each stage stay in memory, its first ones.
         parameters: own stage -> what the optimizer has of it.
         optimizer: returns that whose state it is.
-        folder: for the file.
+        make_home: (bytes) -> where they lie.
+        device: of the worker.
     """
 
     def __init__(
@@ -79,38 +70,34 @@ class StateTier:
         kept: Sequence[int],
         parameters: Mapping[int, Sequence[nn.Parameter]],
         optimizer: Callable[[], Optimizer],
-        folder: Path,
+        make_home: Callable[[int], AbstractHome],
+        device: torch.device,
     ) -> None:
         self._layout = layout
         self._parameters = parameters
         self._optimizer = optimizer
-        self._folder = folder
+        self._device, self._streams = device, streams_of(device)
         self._moved = {j: layout.stages[j][kept[j] :] for j in parameters}
         self._spare: list[_Room] = []  # which spares the system to find their pages again
         self._coming = {j for j, each in self._moved.items() if each}  # yet, in this round
         self._rooms: dict[int, list[_Room]] = {}  # of the stages that are in memory
         chunks = [(j, k) for j, each in self._moved.items() for k in range(len(each))]
         self._begins = {at: n * layout.chunk_bytes for n, at in enumerate(chunks)}
-        self.num_bytes = len(chunks) * layout.chunk_bytes
-        self._mapped: dict[int, list[list[Tensor]]] = {j: [] for j in parameters}
-        self._file = _file_of(folder, self.num_bytes)
-        # not before: a lane may still be at work, and numbers of files are given again
-        weakref.finalize(self, os.close, self._file)
-        if not chunks:
-            return
-        mapped = mmap.mmap(self._file, self.num_bytes)
+        self._home = make_home(len(chunks) * layout.chunk_bytes)
+        self._written: dict[int, AbstractMoment] = {}  # of stages: when their home has it all
+        self._at_home: dict[int, list[list[Tensor]]] = {j: [] for j in parameters}
         for j, k in chunks:
-            self._mapped[j].append(_views_in(mapped, self._begins[j, k], self._moved[j][k]))
+            self._at_home[j].append(self._home.views(self._begins[j, k], self._moved[j][k]))
         self._put_away()
 
     def _put_away(self) -> None:
-        """Let state that was loaded go to the file."""
+        """Let state that was loaded go home."""
         for j in self._moved:
-            for part, mapped, x in self._parts(j):
+            for part, home, x in self._parts(j):
                 if x is not None:
                     _check(part, x, j)
-                    mapped.copy_(x)
-                    self._put(part, mapped)
+                    home.copy_(x)
+                    self._put(part, home)
 
     # ------------------------------------------------------------------ on the main thread
 
@@ -129,7 +116,7 @@ class StateTier:
             self._show(j, self._rooms[j])
 
     def free(self, j: int) -> None:
-        """Show the optimizer the file, and give back the room.
+        """Show the optimizer what is at home, and give back the room.
 
         Raises:
             StepError: somebody has kept tensors that were in it.
@@ -137,10 +124,11 @@ class StateTier:
         rooms = self._rooms.pop(j, None)
         if rooms is None:
             return
+        self._written.pop(j, PAST).wait()  # as others read it on the host
         views = {id(view) for room in rooms for view in room.views}
-        for part, mapped, x in self._parts(j):
+        for part, home, x in self._parts(j):
             if id(x) in views:
-                self._put(part, mapped)
+                self._put(part, home)
         x = None  # a name for a tensor is a user of it
         for room in rooms:
             if not room.leave():
@@ -160,48 +148,36 @@ class StateTier:
 
     def move(self, a: Action) -> None:
         """Carry out a FETCH or an EVICT, for which all is prepared."""
-        act = self._read if a.kind is Kind.FETCH else self._write
+        act = self._home.read if a.kind is Kind.FETCH else self._home.write
         for k, room in enumerate(self._rooms.get(a.j, ())):
+            self._streams.keep(room.data)
             try:
-                act(self._begins[a.j, k], room.bytes)
+                act(self._begins[a.j, k], room.data)
             except OSError as error:
                 raise StepError(
                     f"optimizer state of stage {a.j} was not "
-                    f"{'read from' if a.kind is Kind.FETCH else 'written to'} the folder "
-                    f"disk={str(self._folder)!r} in step {a.t}: {error}; allowed: a folder that "
-                    "can be written and read as long as the run lasts; go on from the newest "
-                    "checkpoint, with a folder on a disk that works"
+                    f"{'read from' if a.kind is Kind.FETCH else 'written to'} {self._home.name} "
+                    f"in step {a.t}: {error}; allowed: a folder that can be written and "
+                    "read as long as the run lasts; go on from the newest checkpoint, with a "
+                    "folder on a disk that works"
                 ) from error
-
-    def _read(self, begin: int, into: memoryview) -> None:
-        done = 0
-        while done < len(into):
-            part = into[done : done + _MOST_AT_ONCE]
-            count = os.preadv(self._file, [part], begin + done)
-            if not count:
-                raise OSError("the file is shorter than it was made")
-            done += count
-
-    def _write(self, begin: int, data: memoryview) -> None:
-        done = 0
-        while done < len(data):
-            part = data[done : done + _MOST_AT_ONCE]
-            done += os.pwrite(self._file, part, begin + done)
+        if a.kind is Kind.EVICT:
+            self._written[a.j] = self._streams.now()
 
     # ------------------------------------------------------------------ what is where
 
     def _parts(self, j: int) -> Iterator[tuple[Part, Tensor, Any]]:
         """Yield each part of a stage, where it is in the file, and what the optimizer has."""
         state = self._optimizer().state
-        for chunk, mapped in zip(self._moved[j], self._mapped[j], strict=True):
-            for part, view in zip(chunk, mapped, strict=True):
+        for chunk, home in zip(self._moved[j], self._at_home[j], strict=True):
+            for part, view in zip(chunk, home, strict=True):
                 yield part, view, state[part.p].get(part.key) if part.p in state else None
 
     def _put(self, part: Part, x: Tensor) -> None:
         self._optimizer().state[part.p][part.key] = x
 
     def _room_for(self, chunk: Chunk) -> _Room:
-        room = self._spare.pop() if self._spare else _Room(self._layout.chunk_bytes)
+        room = self._spare.pop() if self._spare else _Room(self._layout.chunk_bytes, self._device)
         room.show(chunk)
         return room
 
@@ -224,13 +200,13 @@ class StateTier:
     def _show_chunk(self, j: int, k: int, room: _Room) -> None:
         """Let the optimizer have the tensors of a room, with the values that it has now."""
         state = self._optimizer().state
-        for part, mapped, view in zip(
-            self._moved[j][k], self._mapped[j][k], room.views, strict=True
+        for part, home, view in zip(
+            self._moved[j][k], self._at_home[j][k], room.views, strict=True
         ):
             x = state[part.p].get(part.key) if part.p in state else None
             if x is None or x is view:
                 continue
-            if x is not mapped:  # made just now, or loaded
+            if x is not home:  # made just now, or loaded
                 _check(part, x, j)
                 view.copy_(x)
             self._put(part, view)
@@ -245,27 +221,10 @@ class StateTier:
                     name = type(self._optimizer()).__name__
                     raise StepError(
                         f"{name} has made {key!r}, which it does not make in its first step, of a "
-                        f"parameter of stage {j}, so that disk=... has no place for it; allowed: "
-                        "optimizers that make all their state at once, with settings (amsgrad, "
-                        "momentum) that stay; leave disk out"
+                        f"parameter of stage {j}, so that memory_limit_bytes=... has no place for "
+                        "it; allowed: optimizers that make all their state at once, with settings "
+                        "(amsgrad, momentum) that stay; leave memory_limit_bytes out"
                     )
-
-
-def _file_of(folder: Path, num_bytes: int) -> int:
-    """Make a file without a name that has all its room."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            if num_bytes:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-            return os.dup(file.fileno())
-    except OSError as error:
-        free = f", which has {shutil.disk_usage(folder).free} free" if folder.is_dir() else ""
-        raise ConfigurationError(
-            f"disk={str(folder)!r}{free}: {error}; allowed: a folder that can be written, with "
-            f"{num_bytes} bytes free, the optimizer state that does not stay in memory; use "
-            "another one, or raise memory_limit_bytes"
-        ) from error
 
 
 def _check(part: Part, x: Any, j: int) -> None:
@@ -274,8 +233,9 @@ def _check(part: Part, x: Any, j: int) -> None:
         now = f"{tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise StepError(
             f"optimizer state {part.key!r} of a parameter of stage {j} is {now}, and not "
-            f"{tuple(spec.size)}, {spec.dtype}, for which disk=... has its place; allowed: state "
-            "as the optimizer makes it in its first step; load such, or leave disk out"
+            f"{tuple(spec.size)}, {spec.dtype}, for which memory_limit_bytes=... has its place; "
+            "allowed: state as the optimizer makes it in its first step; load such, or leave "
+            "memory_limit_bytes out"
         )
 
 
@@ -283,16 +243,5 @@ def _kept(j: int) -> StepError:
     return StepError(
         f"optimizer state of stage {j} leaves memory behind its update, but a hook or a callback "
         "has kept tensors of it, which would show that of another stage; allowed: copies; keep "
-        "x.clone() of what you read from optimizer.state, or leave disk out"
+        "x.clone() of what you read from optimizer.state, or leave memory_limit_bytes out"
     )
-
-
-def _views_in(mapped: mmap.mmap, begin: int, chunk: Chunk) -> list[Tensor]:
-    """Return the tensors of a chunk in a file; each has its own storage, as files are saved so."""
-    views = []
-    for part in chunk:
-        size, stride, dtype, *_ = part.spec
-        flat = torch.frombuffer(mapped, dtype=dtype, count=span(part.spec), offset=begin)
-        views.append(flat.as_strided(size, stride))
-        begin += part.num_bytes
-    return views

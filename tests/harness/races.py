@@ -257,6 +257,10 @@ class _Moment(AbstractMoment):
         self._device.know(self._device.current, self._clock)
 
     @override
+    def wait(self) -> None:
+        self._device.see(self._clock)
+
+    @override
     def is_here(self) -> bool:
         return self._device.current == self._stream
 

@@ -117,5 +117,7 @@ def test_an_optimizer_without_state_has_no_chunks() -> None:
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.ASGD])
 def test_optimizers_that_want_more_than_shapes_are_refused(make: Any) -> None:
     ps = parameters()
-    with pytest.raises(ConfigurationError, match=f"disk=... with {make.__name__}, whose state"):
+    with pytest.raises(
+        ConfigurationError, match=f"memory_limit_bytes=... with {make.__name__}, whose state"
+    ):
         lay_state(make(ps), [ps])

@@ -13,10 +13,15 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import ConfigurationError, StepError, WaitTimeoutError
 from lightning_cyclic.plan.actions import parse
+from lightning_cyclic.runtime import state_tier
+from lightning_cyclic.runtime.state_homes import AbstractHome, FileHome, HostHome
 from lightning_cyclic.runtime.state_layout import lay_state
 from lightning_cyclic.runtime.state_tier import StateTier
 from lightning_cyclic.runtime.worker import LaneThread
+from tests.harness.commands import until
+from tests.harness.races import Device, Streams, noted
 
+CPU = torch.device("cpu")
 FETCH, EVICT = (f"{{}}{kind}_O#{{}}~tiers" for kind in ("FETCH", "EVICT"))
 
 
@@ -27,7 +32,7 @@ class Model:
         kept: chunks of each stage that stay.
     """
 
-    def __init__(self, folder: Path, kept: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, folder: Path | None, kept: tuple[int, int] = (0, 0)) -> None:
         torch.manual_seed(0)
         self.stages = [[nn.Parameter(torch.randn(40, 30)) for _ in range(2)] for _ in range(2)]
         self.optimizer = torch.optim.AdamW([p for ps in self.stages for p in ps], 0.1)
@@ -40,7 +45,12 @@ class Model:
     def new_tier(self) -> StateTier:
         layout = lay_state(self.optimizer, self.stages)
         parameters = dict(enumerate(self.stages))
-        return StateTier(layout, self.kept, parameters, lambda: self.optimizer, self.folder)
+        return StateTier(layout, self.kept, parameters, lambda: self.optimizer, self.home, CPU)
+
+    def home(self, num_bytes: int) -> AbstractHome:
+        if self.folder is None:
+            return HostHome(num_bytes, is_pinned=False)
+        return FileHome(self.folder, num_bytes)
 
     def fetch(self, j: int) -> None:
         a = parse(FETCH.format(j, self.t))
@@ -85,9 +95,10 @@ class Model:
         return (self.optimizer.state[p][key] for ps in self.stages for p in ps)
 
 
+@pytest.mark.parametrize("is_file", [True, False])
 @pytest.mark.parametrize("kept", [(0, 0), (1, 0), (2, 4)])
-def test_the_same_bits_and_readable_at_any_time(kept: Any, tmp_path: Path) -> None:
-    model = Model(tmp_path, kept)
+def test_the_same_bits_and_readable_at_any_time(kept: Any, is_file: bool, tmp_path: Path) -> None:
+    model = Model(tmp_path if is_file else None, kept)
     for _ in range(3):
         model.step()
         model.assert_alike()
@@ -235,3 +246,57 @@ def test_a_disk_that_hangs_has_a_limit() -> None:
         os.write(hold, b"x")
         lane.wait_for(1)
         lane.close()
+
+
+# ---------------------------------------------------------------------- where a host runs ahead
+
+
+def on_a_device(forgets: str, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Run steps on a device that is as slow as it can be, with a lane beside; note all.
+
+    Args:
+        forgets: what is not waited for.
+    """
+    device = Device()
+    with noted(device):
+        streams = Streams(device)
+        monkeypatch.setattr(state_tier, "streams_of", lambda _: streams)
+        if forgets == "host":
+            monkeypatch.setattr(type(streams.now()), "wait", lambda _: None)
+        with device.aside():  # as memory of the host is no stream's
+            model = Model(None)
+        lane = LaneThread("cyclic-tiers", model.tier.move, streams)
+
+        def move(text: str, j: int) -> None:
+            a = parse(text.format(j, model.t))
+            model.tier.hold(a)
+            lane.put([a])
+            if forgets == text:
+                until(lambda: lane.num_over == lane.num_put, 5.0, "the lane")
+            else:
+                lane.wait_for(lane.num_put)
+
+        for _ in range(3):
+            for j in (0, 1):
+                move(FETCH, j)
+                model.update(j)
+                move(EVICT, j)
+                model.tier.free(j)
+                with device.on(device.new()):  # the host, which knows what it has waited for
+                    home = model.tier._home
+                    assert isinstance(home, HostHome)
+                    home._data.add(0)
+                    device.see(device.clock(device.current))
+            model.t += 1
+        lane.close()
+    return device
+
+
+def test_no_two_streams_use_a_room_or_a_home_in_no_order(monkeypatch: Any) -> None:
+    on_a_device("", monkeypatch).check()
+
+
+@pytest.mark.parametrize("forgets", [FETCH, "host"])
+def test_the_model_finds_who_does_not_wait(forgets: str, monkeypatch: Any) -> None:
+    with pytest.raises(AssertionError, match="does not wait for"):
+        on_a_device(forgets, monkeypatch).check()

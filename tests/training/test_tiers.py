@@ -293,12 +293,11 @@ ROOM = {"memory_limit_bytes": 20_000}
 @pytest.mark.parametrize(
     ("said", "given"),
     [
-        ("without memory_limit_bytes", {}),
-        ("num_microbatches=2, by which one device", {"options": {**ROOM, "num_microbatches": 2}}),
+        ("of CPUs a folder, disk='/tmp'", {"options": {**ROOM, "disk": None}}),
         ("disk='/proc/nowhere'", {"options": {"disk": "/proc/nowhere", **ROOM}}),
         ("it has other optimizers", {"make": partial(ByOptimizer, Nested), "options": ROOM}),
         ("has made 'late'", {"make": partial(ByOptimizer, LateState), "options": ROOM}),
-        ("norm over the stages of all ranks", {
+        ("by the norm over the stages", {
             "n": 2, "gradient_clip_val": 1.0,
             "options": {**ROOM, "preset": "lockstep_dp", "clip_norm": "global"},
         }),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,6 +16,7 @@ from lightning_cyclic.plan.tiers import Tiers
 from lightning_cyclic.planner.tiers import with_state_in_tiers
 from lightning_cyclic.runtime.absent import num_bytes_of
 from lightning_cyclic.runtime.stages.stage_map import StageMap
+from lightning_cyclic.runtime.state_homes import AbstractHome, FileHome, HostHome
 from lightning_cyclic.runtime.state_layout import lay_state
 from lightning_cyclic.runtime.state_tier import StateTier
 from lightning_cyclic.runtime.weight_forms import WeightForms
@@ -29,13 +31,15 @@ class TierConfig:
 
     Args:
         limit_bytes: most bytes that a worker may keep, as the plan counts them.
-        folder: of a disk, for what does not stay.
+        folder: of a disk, for what does not stay. [the host's memory, beside a GPU]
+        device: of the worker.
         optimizer: returns the one whose state it is.
         say: tells the user what follows.
     """
 
     limit_bytes: float
-    folder: Path
+    folder: Path | None
+    device: torch.device
     optimizer: Callable[[], Optimizer]
     say: Callable[[str], None] = print
 
@@ -94,7 +98,15 @@ class PlannedTiers:
         layout, config = self._layout, self._config
         kept = [x // max(layout.chunk_bytes, 1) for x in self.plan.tiers.kept]
         parameters = {j: self._parameters[j] for j in owned}
-        return StateTier(layout, kept, parameters, config.optimizer, config.folder)
+        return StateTier(
+            layout, kept, parameters, config.optimizer, self._make_home, config.device
+        )
+
+    def _make_home(self, num_bytes: int) -> AbstractHome:
+        folder = self._config.folder
+        if folder is not None:
+            return FileHome(folder, num_bytes)
+        return HostHome(num_bytes, is_pinned=self._config.device.type == "cuda")
 
     def _words(self) -> str:
         """Say where optimizer state is."""
@@ -103,6 +115,6 @@ class PlannedTiers:
         stays, goes, unused = sum(tiers.kept), sum(tiers.moved), self._layout.unused
         return (
             f"Optimizer state of {stays / 1e6:.1f} MB stays in memory; {goes / 1e6:.1f} MB lie in "
-            f"{self._config.folder}, and come for their update (chunks of "
+            f"{self._config.folder or HostHome.name}, and come for their update (chunks of "
             f"{self._layout.chunk_bytes / 1e6:.1f} MB, of which {unused:.0%} is not used)"
         )
