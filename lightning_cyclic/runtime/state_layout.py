@@ -86,7 +86,7 @@ def lay_state(optimizer: Optimizer, stages: Sequence[Sequence[nn.Parameter]]) ->
     parts = [[part for p in ps for part in made.get(p, ())] for ps in stages]
     sizes = [part.num_bytes for each in parts for part in each]
     if not sizes:
-        return StateLayout(((),) * len(parts), 0, 0)
+        return StateLayout(((),) * len(parts), aligned(1), 0)
     least = max(sizes)
     tried = [aligned(least + least * k // (_SIZES // 2)) for k in range(_SIZES)]
     packed = {size: tuple(tuple(_packed(each, size)) for each in parts) for size in tried}

@@ -111,7 +111,7 @@ def _fewest(chunks: Any, size: int) -> int:
 def test_an_optimizer_without_state_has_no_chunks() -> None:
     ps = parameters()
     layout = lay_state(torch.optim.SGD(ps, 0.1), [ps[:2], ps[2:]])
-    assert (layout.counts, layout.chunk_bytes, layout.unused) == ([0, 0], 0, 0.0)
+    assert (layout.counts, layout.num_bytes, layout.unused) == ([0, 0], 0, 0.0)
 
 
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.ASGD])

@@ -332,3 +332,50 @@ def test_cyclic_activations_on_one_device(device: str, num_microbatches: int) ->
     (cyclic,) = processes.run(peak_of, 1, "cyclic_dp", device, num_microbatches)
     (at_once,) = processes.run(peak_of, 1, "gpipe", device, num_microbatches)
     assert 0 < cyclic <= 1.1 * (num_microbatches + 1) / (2 * num_microbatches) * at_once
+
+
+# ---------------------------------------------------------------------- state beside the device
+
+
+class ByAdam(Tall):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def with_limit(device: str, limit_bytes: int | None, folder: str) -> dict[str, Any]:
+    """Train on this rank; return weights and state, all on the host, and what has moved."""
+    options: dict[str, Any] = {"memory_limit_bytes": limit_bytes, "stages": 4}
+    options |= {"disk": folder} if device == "cpu" else {}
+    strategy = "auto" if limit_bytes is None else CyclicStrategy("lockstep_dp", **options)
+    trainer = Trainer(
+        accelerator="gpu" if device == "cuda" else "cpu", devices=1, max_epochs=1,
+        strategy=strategy, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = ByAdam(8, 64)
+    g = torch.Generator().manual_seed(1)
+    trainer.fit(module, DataLoader([torch.randn(8, 64, generator=g) for _ in range(4)], None))
+    tiers = getattr(getattr(trainer.strategy, "plan", None), "tiers", None)
+    state = trainer.optimizers[0].state
+    return {
+        "weights": {n: x.detach().cpu() for n, x in module.named_parameters()},
+        "state": {
+            f"{n}.{k}": x.detach().cpu().clone()
+            for n, p in module.named_parameters() for k, x in state[p].items()
+        },
+        "moved": 0 if tiers is None else sum(tiers.moved),
+    }  # fmt: skip
+
+
+@pytest.mark.multi
+@DEVICES
+def test_optimizer_state_beside_the_device_has_the_bits_of_state_on_it(
+    device: str, tmp_path: Path
+) -> None:
+    (plain,), (apart,) = (
+        processes.run(with_limit, 1, device, limit, str(tmp_path)) for limit in (None, 450_000)
+    )
+    assert apart["moved"] > 0
+    assert_same(apart["weights"], plain["weights"])
+    assert_same(apart["state"], plain["state"])

@@ -158,6 +158,14 @@ def test_any_optimizer_that_makes_its_state_of_shapes(
     assert_alike(apart, whole)
 
 
+def test_an_optimizer_without_state_has_nothing_to_move(tmp_path: Path) -> None:
+    make = partial(ByOptimizer, torch.optim.SGD, lr=0.1)
+    limit = least("cyclic_dp", 1, 5, make)
+    apart = fit({"stages": 5, "disk": str(tmp_path), "memory_limit_bytes": limit}, 1, make)
+    assert apart[0].found["moved"] == 0
+    assert_alike(apart, fit("ddp", 1, make))
+
+
 # ---------------------------------------------------------------------- checkpoints
 
 

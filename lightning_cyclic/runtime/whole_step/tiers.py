@@ -96,7 +96,7 @@ class PlannedTiers:
         self._config.say(self._words())
         owned = [j for j in range(self.plan.num_stages) if self.plan.owner(j) == worker]
         layout, config = self._layout, self._config
-        kept = [x // max(layout.chunk_bytes, 1) for x in self.plan.tiers.kept]
+        kept = [x // layout.chunk_bytes for x in self.plan.tiers.kept]
         parameters = {j: self._parameters[j] for j in owned}
         return StateTier(
             layout, kept, parameters, config.optimizer, self._make_home, config.device
