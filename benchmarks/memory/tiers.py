@@ -102,9 +102,21 @@ def work(options: dict[str, Any], limit_bytes: int | None) -> None:
     """Be one contender."""
     args = argparse.Namespace(**options)
     quiet(args.threads)
-    warm = nn.Linear(8, 8)  # what torch loads with its first backward is not the module's
-    warm(torch.ones(1, 8)).sum().backward()
+    small = argparse.Namespace(**options | {"width": 64, "depth": 1, "stages": 1, "num_steps": 2})
+    fit(small, None if limit_bytes is None else 10**9)  # loads what a fit needs of libraries
     before = grown_to(reset=True)
+    trainer, module, clock = fit(args, limit_bytes)
+    grown, plan = grown_to() - before, getattr(trainer.strategy, "plan", None)
+    digest = float(sum(p.detach().double().sum() for p in module.parameters()))
+    result({
+        "step_s": median(clock.seconds[WARM_UP:]), "grown": grown, "planned": clock.planned,
+        "moved": sum(plan.tiers.moved) if plan and plan.tiers else 0, "digest": digest,
+        "before": before,
+    })  # fmt: skip
+
+
+def fit(args: argparse.Namespace, limit_bytes: int | None) -> tuple[L.Trainer, Gpt, Clock]:
+    """Train."""
     clock = Clock()
     strategy: str | CyclicStrategy = "auto"
     if limit_bytes is not None:
@@ -121,13 +133,7 @@ def work(options: dict[str, Any], limit_bytes: int | None) -> None:
     rows: Any = [torch.randint(args.words, shape, generator=g) for _ in range(args.num_steps)]
     module = Gpt(args.width, args.depth, args.words)
     trainer.fit(module, DataLoader(rows, batch_size=None))
-    grown, plan = grown_to() - before, getattr(trainer.strategy, "plan", None)
-    digest = float(sum(p.detach().double().sum() for p in module.parameters()))
-    result({
-        "step_s": median(clock.seconds[WARM_UP:]), "grown": grown, "planned": clock.planned,
-        "moved": sum(plan.tiers.moved) if plan and plan.tiers else 0, "digest": digest,
-        "before": before,
-    })  # fmt: skip
+    return trainer, module, clock
 
 
 def grown_to(*, reset: bool = False) -> int:

@@ -146,3 +146,12 @@ def test_a_limit_that_no_plan_meets_is_refused_with_the_nearest():
     assert peak(found, costs) == least
     with pytest.raises(PlanError):
         with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, least - 1)
+
+
+def test_what_a_worker_has_besides_takes_room():
+    plan, costs = a_plan("cyclic_dp", 1, 3), costs_of((4, 4, 4), (1, 1, 1))
+    with_less = with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, 40)
+    assert with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, 55, besides=15) == with_less
+    assert with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, 55) != with_less
+    with pytest.raises(PlanError, match="needs 55 at once"):
+        with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, 54, besides=21)

@@ -80,6 +80,15 @@ def test_sharded_weights(num_ranks: int, stages: Any, rounds: int, make: type[La
     check(*(processes.run(parts_of, num_ranks, x, False, make, rounds) for x in (whole, lean)))
 
 
+@pytest.mark.parametrize("make", [Late, Tied])
+def test_sharded_weights_whose_optimizer_state_comes_and_goes(
+    make: type[Late], tmp_path: Path
+) -> None:
+    whole, lean = {"preset": "cyclic_dp", "stages": FINE}, {"preset": "cyclic_zero", **LEAN}
+    apart = {**whole, **lean, "disk": str(tmp_path)}
+    check(*(processes.run(parts_of, 2, x, False, make) for x in (whole, apart)))
+
+
 def test_replicas_of_a_pipeline() -> None:
     strategy = {"preset": "1f1b", **STAGED, "replicas": 2}
     check(*(processes.run(parts_of, 4, x, False) for x in (strategy, strategy | LEAN)))

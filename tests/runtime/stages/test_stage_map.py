@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.stages.stage_map import Profile, Recorder, StageMap, make_stages
@@ -70,3 +73,49 @@ def test_checkpoints_that_do_not_know_of_frozen_parameters_are_read() -> None:
     made = make_stages(*profiled(), 2)
     data = [{k: v for k, v in stage.items() if k != "frozen"} for stage in made.as_data()]
     assert StageMap.from_data(data) == made
+
+
+# ---------------------------------------------------------------------- activations
+
+
+def test_what_forwards_leave_is_counted_by_stages_once_each() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 2))
+    named = dict(net.named_parameters())
+    recorder = Recorder(net, named, counts=True)
+    with recorder.recording():
+        net(torch.ones(10, 4))
+    profile = recorder.profile()
+    # the batch and what Tanh makes, which the next layer saves again; of Sigmoid alike
+    assert profile.saved == (10 * 4 * 4 + 10 * 8 * 4, 10 * 8 * 4, 0)
+    sizes = {n: p.numel() for n, p in named.items()}
+    assert [s.activation_bytes for s in make_stages(profile, sizes, 2).stages] == [480, 320]
+
+
+def test_nobody_counts_where_there_is_no_graph_or_nobody_asks() -> None:
+    profile, sizes = profiled()
+    assert make_stages(profile, sizes, 2).stages[0].activation_bytes is None
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    recorder = Recorder(net, dict(net.named_parameters()), counts=True)
+    with torch.no_grad(), recorder.recording():
+        net(torch.ones(1, 4))
+    assert recorder.profile().saved == ()
+
+
+def test_counting_keeps_no_graph_alive_and_changes_no_gradient() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Softmax(1))
+    recorder = Recorder(net, dict(net.named_parameters()), counts=True)
+    gc.disable()  # a cycle would be found late, or, beside C++, never
+    try:
+        with recorder.recording():
+            y = net(torch.ones(3, 4)).log()
+        (counted,) = torch.autograd.grad(y.sum(), [net[0].weight], retain_graph=True)
+        recorder.profile()
+        made = StorageWeakRef(y.untyped_storage())
+        inner = StorageWeakRef(y.grad_fn._saved_self.untyped_storage())
+        del y
+        assert made.expired()
+        assert inner.expired()
+    finally:
+        gc.enable()
+    (plain,) = torch.autograd.grad(net(torch.ones(3, 4)).log().sum(), [net[0].weight])
+    assert torch.equal(counted, plain)
