@@ -79,6 +79,30 @@ def test_looking_changes_nothing_of_the_optimizer_nor_of_weights_and_calls_no_ho
     assert called == [1, 2]
 
 
+class Stubborn(torch.optim.SGD):
+    """Changes the parameters that it was made with, whatever its groups say."""
+
+    def __init__(self, ps: list[nn.Parameter]) -> None:
+        super().__init__(ps, 0.1, momentum=0.9)
+        self.mine = ps
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for p in self.mine:
+            if p.grad is not None:
+                p.add_(p.grad)
+
+
+def test_an_optimizer_that_knows_parameters_by_another_way_changes_none() -> None:
+    ps = parameters()
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in ps]
+    lay_state(Stubborn(ps), [ps])
+    assert all(map(torch.equal, ps, before))
+    assert all(p.grad is not None for p in ps)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_hold_all_in_order_and_a_size_next_to_the_best_is_found(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)

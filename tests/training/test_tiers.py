@@ -23,6 +23,7 @@ NUM_BATCHES, NUM_EPOCHS = 4, 2
 MODULE = ("batchnorm_mlp", "adamw")
 MAKE = partial(Classifier, *MODULE)
 OTHER_PLAN = ["The checkpoint was written under"]  # of one process, which trains plainly
+AHEAD = 11_000  # bytes above the least limit, with which state comes and goes beside other work
 WHOLE = 3036  # bytes of its weights, which a rank has at the beginning
 
 
@@ -89,6 +90,7 @@ def assert_alike(ones: list[Result], others: list[Result]) -> None:
     [
         ("cyclic_dp", 1, 4, 0),
         ("cyclic_dp", 1, 4, 2_500),  # room for some of it
+        ("cyclic_dp", 1, 4, AHEAD),
         ("lockstep_dp", 1, 3, 0),
         ("cyclic_dp", 2, 4, 0),
         ("cyclic_zero", 2, 4, 0),
@@ -111,6 +113,7 @@ def test_weights_losses_metrics_and_state_are_those_of_a_run_in_memory(
     assert all(end.found["moved"] > 0 for end in apart)
     if n == 1:  # else some worker has room for some of its state
         assert (apart[0].found["kept"] > 0) == (above > 0)
+        assert apart[0].found["ahead"] == (above == AHEAD)
     assert not list(tmp_path.iterdir())
 
 
@@ -266,11 +269,22 @@ def test_callbacks_read_the_values_wherever_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [Zeroes, Replaces])
 def test_what_a_callback_changes_between_steps_counts(change: Any, tmp_path: Path) -> None:
-    limit = {"disk": str(tmp_path), "memory_limit_bytes": least("lockstep_dp", 1, 4)}
+    limit = {"disk": str(tmp_path), "memory_limit_bytes": least("lockstep_dp", 1, 4) + AHEAD}
     ways = "ddp", {"preset": "lockstep_dp", "stages": 4, **limit}
     whole, apart = (fit(way, 1, callbacks=[change()]) for way in ways)
     assert_alike(apart, whole)
+    assert apart[0].found["ahead"] == 1
     assert apart[0].found["losses"] != fit("ddp", 1)[0].found["losses"]
+
+
+def test_what_a_callback_changes_while_updates_are_on_their_way_is_refused(tmp_path: Path) -> None:
+    limit = {"disk": str(tmp_path), "memory_limit_bytes": least("cyclic_dp", 1, 4) + AHEAD}
+    (end,) = run(
+        MAKE, {"stages": 4, **limit}, 1, callbacks=[Zeroes()],
+        data=partial(micro_batches, "vectors", NUM_BATCHES),
+    )  # fmt: skip
+    assert end.error == "ConfigurationError"
+    assert "the state of the optimizer was changed between two steps" in end.text
 
 
 def test_a_callback_that_keeps_state_is_refused(tmp_path: Path) -> None:
