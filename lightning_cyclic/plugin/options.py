@@ -199,6 +199,12 @@ def _check_tiers(options: Options, plan: Plan) -> None:
             "optimizer state lies there; allowed: a number of bytes that each worker may keep; "
             "use memory_limit_bytes=24 * 10**9"
         )
+    if options.error_feedback:
+        raise ConfigurationError(
+            f"error_feedback=True with memory_limit_bytes={options.memory_limit_bytes}, by which "
+            "optimizer state comes and goes, and which does not count its copy of the weights; "
+            "allowed: one of them; leave one out"
+        )
     if options.num_microbatches is not None or plan.placement != "replicated":
         raise ConfigurationError(
             f"memory_limit_bytes={options.memory_limit_bytes} with "
@@ -327,7 +333,7 @@ class Options:
     @property
     def lines(self) -> str:
         """Write down what all ranks must have alike, a line each."""
-        names = [field.name for field in fields(self)]
+        names = [field.name for field in fields(self) if field.name != "disk"]  # of each host
         return "\n".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +123,17 @@ def test_peaks_are_as_planned(
         wanted = {kind: expected.get(kind, 1.0) for kind in ratios}
         within = {kind: 0.01 if kind in expected else 0.05 for kind in ratios}
         assert {k: x for k, x in ratios.items() if abs(x - wanted[k]) > within[k]} == {}
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("case", ["resnet", "gpt2"])
+def test_whole_steps_with_a_limit_peak_as_planned(case: str, tmp_path: Path) -> None:
+    limit = {"memory_limit_bytes": 10**9, "disk": str(tmp_path)}
+    (end,) = fit(case, {"preset": "lockstep_dp", "stages": 3, **limit}, 1, watched=True)
+    measured, planned = end.found["measured"][AT_ONCE]
+    assert abs(measured / planned - 1) < 0.05
+    measured, planned = end.found["measured"]["activations"]
+    assert abs(measured / planned - 1) < 0.05
 
 
 @pytest.mark.multi

@@ -72,6 +72,8 @@ PIPELINE = partial(PipelineStrategy, "1f1b")
         (CyclicStrategy, {"disk": "."}, "disk='.' without memory_limit_bytes", "a number", "use "),
         (CyclicStrategy, {"memory_limit_bytes": 9, "num_microbatches": 2}, "num_microbatches=2",
          "workers that are processes", "use "),
+        (CyclicStrategy, {"memory_limit_bytes": 9, "error_feedback": True}, "error_feedback=True",
+         "one of them", "leave one out"),
         (CyclicStrategy, {"memory_limit_bytes": -9}, "limit_bytes=-9", "above 0", "use "),
         (PIPELINE, {"activation_checkpointing": "some"}, "checkpointing='some'", "never", "use "),
         (PIPELINE, {"activation_checkpointing": True}, "checkpointing=True", "never", "use "),
