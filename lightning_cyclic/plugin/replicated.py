@@ -66,9 +66,10 @@ class ReplicatedTraining(AbstractTraining):
             check_is_apart(self._module, options.memory_limit_bytes)
         self._backward = ExitStack()  # open while a backward runs
         self._owes_update = False  # for the step whose backward is over
-        is_late = plan.weights == "freshest"  # whose updates are not over when a step is
+        several = plan.num_workers > 1
+        is_late = several and plan.weights == "freshest"  # updates are not over when a step is
         optimizer = (lambda: trainer.optimizers[0]) if is_late else None
-        self._guard = WeightGuard(self._of_module, plan.preset, optimizer)
+        self._guard = WeightGuard(self._of_module, plan.preset, optimizer, has_versions=several)
         check_no_exchange(trainer.optimizers[0], plan.preset)
         self._outcomes = None if self._scaling is None else Outcomes()
         options, assembly = self._options, cast("Assembly", cast("Any", trainer.strategy).assembly)

@@ -34,6 +34,8 @@ class WeightGuard:
     Args:
         optimizer: returns the optimizer, whose state is compared as well, where updates of steps
             may be on their way. [none is]
+        has_versions: whether there are any but the one that is shown; else only parameters
+            themselves may not be replaced, and what is changed of them counts.
     """
 
     def __init__(
@@ -41,7 +43,10 @@ class WeightGuard:
         named: Callable[[], Mapping[str, nn.Parameter]],
         preset: str,
         optimizer: Callable[[], Optimizer] | None = None,
+        *,
+        has_versions: bool = True,
     ) -> None:
+        self._has_versions = has_versions
         self._read = named
         self._preset = preset
         self._optimizer = optimizer
@@ -60,7 +65,8 @@ class WeightGuard:
         self._state = None
         if self._optimizer is not None:
             self._state = list(map(Mark.of, _state_of(self._optimizer())))
-        self._watch.begin(self._steps, [self._named])
+        if self._has_versions:
+            self._watch.begin(self._steps, [self._named])
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -78,7 +84,8 @@ class WeightGuard:
         self.check()
         yield
         self._named, self._state = dict(self._read()), None
-        self._watch.begin(self._steps, [self._named], may_change_back=True)
+        if self._has_versions:
+            self._watch.begin(self._steps, [self._named], may_change_back=True)
         self._is_at_end = True
 
     def forget(self) -> None:

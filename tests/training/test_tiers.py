@@ -267,24 +267,61 @@ def test_callbacks_read_the_values_wherever_they_are(tmp_path: Path) -> None:
     assert len(sums[0]) == NUM_BATCHES
 
 
-@pytest.mark.parametrize("change", [Zeroes, Replaces])
-def test_what_a_callback_changes_between_steps_counts(change: Any, tmp_path: Path) -> None:
-    limit = {"disk": str(tmp_path), "memory_limit_bytes": least("lockstep_dp", 1, 4) + AHEAD}
-    ways = "ddp", {"preset": "lockstep_dp", "stages": 4, **limit}
+class Clamps(Callback):
+    """Keeps weights small."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for p in module.parameters():
+            p.data.clamp_(-0.2, 0.2)
+
+
+class Assigns(Callback):
+    """Gives weights other memory."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        for p in module.parameters():
+            p.data = p.data * 0.9
+
+
+@pytest.mark.parametrize("preset", ["lockstep_dp", "cyclic_dp"])
+@pytest.mark.parametrize("change", [Zeroes, Replaces, Clamps, Assigns])
+def test_what_a_callback_changes_between_steps_of_one_process_counts(
+    change: Any, preset: str, tmp_path: Path
+) -> None:
+    limit = {"disk": str(tmp_path), "memory_limit_bytes": least(preset, 1, 4) + AHEAD}
+    ways = "ddp", {"preset": preset, "stages": 4, **limit}
     whole, apart = (fit(way, 1, callbacks=[change()]) for way in ways)
     assert_alike(apart, whole)
     assert apart[0].found["ahead"] == 1
     assert apart[0].found["losses"] != fit("ddp", 1)[0].found["losses"]
 
 
+class Freezes(Callback):
+    """Trains the first layer in the second of three epochs alone."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        module.net[0].requires_grad_(trainer.current_epoch == 1)
+
+
+@pytest.mark.parametrize(("preset", "n"), [("cyclic_dp", 1), ("lockstep_dp", 2)])
+def test_layers_may_be_frozen_and_unfrozen(preset: str, n: int, tmp_path: Path) -> None:
+    limit = {"disk": str(tmp_path), "memory_limit_bytes": least(preset, n, 4) + 5_000}
+    plan = {"preset": preset, "stages": 4}
+    ways = "auto" if n == 1 else plan, {**plan, **limit}
+    whole, apart = (fit(way, n, callbacks=[Freezes()], max_epochs=3) for way in ways)
+    assert_alike(apart, whole)
+    assert apart[0].found["moved"] > 0
+
+
 def test_what_a_callback_changes_while_updates_are_on_their_way_is_refused(tmp_path: Path) -> None:
-    limit = {"disk": str(tmp_path), "memory_limit_bytes": least("cyclic_dp", 1, 4) + AHEAD}
-    (end,) = run(
-        MAKE, {"stages": 4, **limit}, 1, callbacks=[Zeroes()],
+    limit = {"disk": str(tmp_path), "memory_limit_bytes": least("cyclic_dp", 2, 4)}
+    ends = run(
+        MAKE, {"stages": 4, **limit}, 2, callbacks=[Zeroes()],
         data=partial(micro_batches, "vectors", NUM_BATCHES),
     )  # fmt: skip
-    assert end.error == "ConfigurationError"
-    assert "the state of the optimizer was changed between two steps" in end.text
+    assert any(
+        "the state of the optimizer was changed between two steps" in end.text for end in ends
+    )
 
 
 def test_a_callback_that_keeps_state_is_refused(tmp_path: Path) -> None:

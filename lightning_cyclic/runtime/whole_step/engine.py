@@ -255,7 +255,7 @@ class Engine:
         self._run_to(None, 0)
         self.t += 1
         self._shown.stay_no_longer()
-        if self.plan.weights == "sync":
+        if self.plan.weights == "sync" or self.plan.num_workers == 1:
             self._worker.settle()
             if self._tier is not None:  # what others change of it from now on counts
                 self._tier.free_all()
