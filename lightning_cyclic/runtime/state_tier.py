@@ -84,6 +84,7 @@ class StateTier:
         chunks = [(j, k) for j, each in self._moved.items() for k in range(len(each))]
         self._begins = {at: n * layout.chunk_bytes for n, at in enumerate(chunks)}
         self._home = make_home(len(chunks) * layout.chunk_bytes)
+        self._leaves: dict[int, int] = {}  # stage -> step of its last update
         self._written: dict[int, AbstractMoment] = {}  # of stages: when their home has it all
         self._at_home: dict[int, list[list[Tensor]]] = {j: [] for j in parameters}
         for j, k in chunks:
@@ -109,6 +110,7 @@ class StateTier:
                 self._rooms[a.j] = [self._room_for(chunk) for chunk in self._moved[a.j]]
         else:
             self._fill(a.j)
+            self._leaves[a.j] = a.t
 
     def install(self, j: int) -> None:
         """Show the optimizer what has come; it may have been given something else meanwhile."""
@@ -139,10 +141,9 @@ class StateTier:
             self._spare.clear()
             self._coming = {k for k, each in self._moved.items() if each}
 
-    def free_all(self) -> None:
-        """Free every stage whose state has been written."""
-        for j in list(self._rooms):
-            self.free(j)
+    def leaving(self) -> list[tuple[int, int]]:
+        """Return the stages whose state leaves, with the steps of their updates."""
+        return [(j, self._leaves[j]) for j in self._rooms]
 
     # ------------------------------------------------------------------ on a lane
 

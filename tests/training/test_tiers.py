@@ -296,6 +296,27 @@ def test_what_a_callback_changes_between_steps_of_one_process_counts(
     assert apart[0].found["losses"] != fit("ddp", 1)[0].found["losses"]
 
 
+class Forgets(Callback):
+    """Begins the fourth step with no momentum, on each rank that has some."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            for x in trainer.optimizers[0].state.values():
+                x["exp_avg"].zero_()
+
+
+@pytest.mark.parametrize(("preset", "above"), [("cyclic_dp_v1", 12_000), ("lockstep_dp", 6_000)])
+def test_what_is_changed_between_steps_of_several_processes_counts(
+    preset: str, above: int, tmp_path: Path
+) -> None:
+    plan = {"preset": preset, "stages": 4}
+    # the last stage leaves beside other work where there is room for that
+    limit = {"disk": str(tmp_path), "memory_limit_bytes": least(preset, 2, 4) + above}
+    whole, apart = (fit(way, 2, callbacks=[Forgets()]) for way in (plan, {**plan, **limit}))
+    assert_alike(apart, whole)
+    assert (apart[0].found["moved"] > 0, apart[0].found["ahead"]) == (True, 1)
+
+
 class Freezes(Callback):
     """Trains the first layer in the second of three epochs alone."""
 

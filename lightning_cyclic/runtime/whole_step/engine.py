@@ -255,11 +255,15 @@ class Engine:
         self._run_to(None, 0)
         self.t += 1
         self._shown.stay_no_longer()
-        if self.plan.weights == "sync" or self.plan.num_workers == 1:
+        is_alone = self.plan.num_workers == 1
+        if self.plan.weights == "sync" or is_alone:
             self._worker.settle()
-            if self._tier is not None:  # what others change of it from now on counts
-                self._tier.free_all()
             self._show_newest(range(self.plan.num_stages))
+        # what others change of state between steps counts, where nobody refuses it
+        if self._tier is not None and (is_alone or self.plan.weights != "freshest"):
+            for j, t in self._tier.leaving():
+                self._fetch((Datum.COPY, j, t + 1))
+                self._tier.free(j)
 
     def follow(self, plan: Plan) -> None:
         """Go on by a plan that differs in its rounds; behind a flush, on all workers at once.
