@@ -262,6 +262,11 @@ class Plan:
             for i, start in ends
         )
 
+    @property
+    def has_one_version(self) -> bool:
+        """Say whether one worker makes all weights, and always reads the newest."""
+        return self.num_workers == 1 and not any(map(self.delay, range(self.num_stages)))
+
     def delay(self, j: int) -> Fraction:
         """Count the updates by which gradients of stage j are old when they are applied.
 

@@ -66,7 +66,7 @@ class ReplicatedTraining(AbstractTraining):
             check_is_apart(self._module, options.memory_limit_bytes)
         self._backward = ExitStack()  # open while a backward runs
         self._owes_update = False  # for the step whose backward is over
-        several = plan.num_workers > 1
+        several = not plan.has_one_version
         is_late = several and plan.weights == "freshest"  # updates are not over when a step is
         optimizer = (lambda: trainer.optimizers[0]) if is_late else None
         self._guard = WeightGuard(self._of_module, plan.preset, optimizer, has_versions=several)

@@ -255,7 +255,7 @@ class Engine:
         self._run_to(None, 0)
         self.t += 1
         self._shown.stay_no_longer()
-        is_alone = self.plan.num_workers == 1
+        is_alone = self.plan.has_one_version
         if self.plan.weights == "sync" or is_alone:
             self._worker.settle()
             self._show_newest(range(self.plan.num_stages))

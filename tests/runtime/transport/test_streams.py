@@ -42,6 +42,10 @@ class FakeMoment(AbstractMoment):
         self.log.append(f"{self.streams.current} waits for {self.of}")
 
     @override
+    def wait(self) -> None:
+        self.log.append(f"host waits for {self.of}")
+
+    @override
     def is_here(self) -> bool:
         return self.of == self.streams.current
 
