@@ -19,7 +19,6 @@ import os
 import re
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,10 +27,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from benchmarks.gpu.fits import LitGPT
+from benchmarks.memory.sparse_states import Clock as PlainClock
+from benchmarks.pipeline.model import Case
 from benchmarks.rounds import command_of, environment, free_port, quiet, result, results_in, spread
 from lightning_cyclic import CyclicStrategy
 
@@ -44,55 +44,13 @@ MB = 1e6
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 
-class Block(nn.Module):
-    """Attend to what came before, and think."""
+class Clock(PlainClock):
+    """Measure steps, and hear what the plan says."""
 
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before, self.behind = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        each = self.mix(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k, v = each
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.behind(x))))
-
-
-class Gpt(L.LightningModule):
-    """A GPT, with a head of its own."""
-
-    def __init__(self, width: int, depth: int, words: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(words, width)
-        self.blocks = nn.Sequential(*(Block(width, width // 64) for _ in range(depth)))
-        self.head = nn.Linear(width, words)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        logits = self.head(self.blocks(self.embed(batch[:, :-1])))
-        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 1e-4)
-
-
-class Clock(L.Callback):
-    """Measure steps, and what the plan says."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.planned = 0.0
-        self._began_s = 0.0
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self._began_s = time.perf_counter()
+    planned = 0.0
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._began_s)
+        super().on_train_batch_end(trainer, *args)
         if isinstance(trainer.strategy, CyclicStrategy):
             planned = trainer.strategy.planned_memory(0)
             self.planned = 0.0 if planned is None else planned.total
@@ -115,7 +73,7 @@ def work(options: dict[str, Any], limit_bytes: int | None) -> None:
     })  # fmt: skip
 
 
-def fit(args: argparse.Namespace, limit_bytes: int | None) -> tuple[L.Trainer, Gpt, Clock]:
+def fit(args: argparse.Namespace, limit_bytes: int | None) -> tuple[L.Trainer, LitGPT, Clock]:
     """Train."""
     clock = Clock()
     strategy: str | CyclicStrategy = "auto"
@@ -129,9 +87,15 @@ def fit(args: argparse.Namespace, limit_bytes: int | None) -> tuple[L.Trainer, G
         strategy=strategy, default_root_dir=tempfile.gettempdir(), use_distributed_sampler=False,
     )  # fmt: skip
     g = torch.Generator().manual_seed(1)
-    shape = (args.batch, args.length + 1)
+    case = Case(
+        name="tiers", num_workers=1, num_stages=1, num_microbatches=1, rows=args.batch,
+        length=args.length, width=args.width, depth=args.depth, sleep_ms=0,
+        num_steps=args.num_steps, rounds=args.rounds, heads=args.width // 64,
+        vocabulary=args.words,
+    )  # fmt: skip
+    shape = (args.batch, args.length)
     rows: Any = [torch.randint(args.words, shape, generator=g) for _ in range(args.num_steps)]
-    module = Gpt(args.width, args.depth, args.words)
+    module = LitGPT(case)
     trainer.fit(module, DataLoader(rows, batch_size=None))
     return trainer, module, clock
 

@@ -103,7 +103,7 @@ class ReplicatedTraining(AbstractTraining):
         if not options.moves_state or options.memory_limit_bytes is None:
             return None
         device = trainer.strategy.root_device
-        if (device.type == "cuda") != (options.disk is None):
+        if (device.type, options.disk is None) not in {("cpu", False), ("cuda", True)}:
             raise ConfigurationError(
                 f"memory_limit_bytes={options.memory_limit_bytes} and disk={options.disk!r} with "
                 f"preset {self._plan.preset!r} and accelerator {device.type!r}; allowed: of CPUs "

@@ -38,6 +38,7 @@ from lightning_cyclic.plugin.records import refused_in_update
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.absent import Home, come_back, home_of, leave
 from lightning_cyclic.runtime.bits import Mark
+from lightning_cyclic.runtime.gradient_store import hidden
 from lightning_cyclic.runtime.torch_functions import user_line
 from lightning_cyclic.runtime.weight_forms import WeightForms
 
@@ -437,15 +438,9 @@ def _holding(optimizer: Optimizer, updated: Sequence[nn.Parameter]) -> Iterator[
             group["params"] = held
 
 
-@contextmanager
-def _only(parameters: Sequence[nn.Parameter], among: Sequence[nn.Parameter]) -> Iterator[None]:
+def _only(
+    parameters: Sequence[nn.Parameter], among: Sequence[nn.Parameter]
+) -> AbstractContextManager[None]:
     """Hide the gradients of all others, so that clipping sees one stage."""
     kept = {id(p) for p in parameters}
-    hidden = [(p, p.grad) for p in among if id(p) not in kept]
-    for p, _ in hidden:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, grad in hidden:
-            p.grad = grad
+    return hidden(p for p in among if id(p) not in kept)

@@ -6,7 +6,7 @@ while autograd adds to it, and where Lightning and optimizers look: inside an up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, final
@@ -225,6 +225,19 @@ class GradientStore:
         if total.dtype != dtype and own.dtype == dtype:
             total, own = own, total
         return total.to(dtype).add_(own)
+
+
+@contextmanager
+def hidden(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let parameters have no gradients in the body."""
+    held = [(p, p.grad) for p in parameters]
+    for p, _ in held:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in held:
+            p.grad = grad
 
 
 def _kept(found: Sum) -> Sum:

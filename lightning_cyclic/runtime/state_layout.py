@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -28,6 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.buffers import aligned, total_bytes
+from lightning_cyclic.runtime.gradient_store import hidden
 from lightning_cyclic.runtime.values.plain import TensorSpec
 
 _SIZES = 17  # that are tried: from the largest tensor to three times as much
@@ -116,25 +116,13 @@ def _state_by_shapes(
     }
     copied = _copy_over_shapes(optimizer, shapes)
     try:
-        with torch.no_grad(), _without_gradients(shapes):
+        # one that knows parameters by another way, too, leaves them as they are
+        with torch.no_grad(), hidden(shapes):
             # of the class: schedulers put a step of their own on the instance
             type(copied).step(copied)
     except Exception as error:
         raise _unknown(optimizer, f"{type(error).__name__}: {error}") from error
     return {p: list(_parts_of(p, copied.state.get(x, {}))) for p, x in shapes.items()}
-
-
-@contextmanager
-def _without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let an optimizer that knows parameters by another way leave them as they are."""
-    held = [(p, p.grad) for p in parameters]
-    for p, _ in held:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, grad in held:
-            p.grad = grad
 
 
 def _with_gradient(p: nn.Parameter) -> nn.Parameter:

@@ -117,6 +117,21 @@ class StateTier:
         if j in self._rooms:
             self._show(j, self._rooms[j])
 
+    def check(self, j: int) -> None:
+        """Refuse state that an update has made, and that was not known when the plan was."""
+        state = self._optimizer().state
+        known = {(part.p, part.key) for chunk in self._layout.stages[j] for part in chunk}
+        for p in self._parameters[j]:
+            for key, x in state.get(p, {}).items():
+                if isinstance(x, Tensor) and x.dim() > 0 and (p, key) not in known:
+                    name = type(self._optimizer()).__name__
+                    raise StepError(
+                        f"{name} has made {key!r}, which it does not make in its first step, of a "
+                        f"parameter of stage {j}, so that memory_limit_bytes=... has no place for "
+                        "it; allowed: optimizers that make all their state at once, with settings "
+                        "(amsgrad, momentum) that stay; leave memory_limit_bytes out"
+                    )
+
     def free(self, j: int) -> None:
         """Show the optimizer what is at home, and give back the room.
 
@@ -184,7 +199,6 @@ class StateTier:
 
     def _fill(self, j: int) -> None:
         """Have all state of a stage in its room, also what the optimizer has just made."""
-        self._check_complete(j)
         rooms = self._rooms.get(j)
         if rooms is None:  # chunk by chunk, as what the optimizer has made goes with each
             self._rooms[j] = rooms = []
@@ -211,21 +225,6 @@ class StateTier:
                 _check(part, x, j)
                 view.copy_(x)
             self._put(part, view)
-
-    def _check_complete(self, j: int) -> None:
-        """Refuse state that was not known when the plan was made, and that has room in none."""
-        state = self._optimizer().state
-        known = {(part.p, part.key) for chunk in self._layout.stages[j] for part in chunk}
-        for p in self._parameters[j]:
-            for key, x in state.get(p, {}).items():
-                if isinstance(x, Tensor) and x.dim() > 0 and (p, key) not in known:
-                    name = type(self._optimizer()).__name__
-                    raise StepError(
-                        f"{name} has made {key!r}, which it does not make in its first step, of a "
-                        f"parameter of stage {j}, so that memory_limit_bytes=... has no place for "
-                        "it; allowed: optimizers that make all their state at once, with settings "
-                        "(amsgrad, momentum) that stay; leave memory_limit_bytes out"
-                    )
 
 
 def _check(part: Part, x: Any, j: int) -> None:

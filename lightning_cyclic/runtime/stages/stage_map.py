@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from lightning_cyclic.errors import PlanError
+from lightning_cyclic.errors import PlanError, StepError
 from lightning_cyclic.planner.partition import balance
 from lightning_cyclic.runtime.bits import same
 from lightning_cyclic.runtime.compiled import before_calls, is_compiled, named_modules
@@ -122,6 +122,10 @@ class Recorder:
             self._counts &= torch.is_grad_enabled()  # else nothing is kept for a backward
             with saving if self._counts else nullcontext(), FunctionWatch(self._function):
                 yield
+        except RuntimeError as error:
+            if self._counts and "saved tensor hooks" in str(error):
+                raise _not_counted(error) from error
+            raise
         finally:
             for end in ends:
                 end()
@@ -207,6 +211,14 @@ class Recorder:
     def _starts_unit(self) -> bool:
         # a boundary before the very first use would leave stage 0 without parameters
         return bool(self._candidates) and bool(self._units[-1][1])
+
+
+def _not_counted(error: RuntimeError) -> StepError:
+    return StepError(
+        f"what training_step keeps for its backward cannot be counted, which memory_limit_bytes "
+        f"needs: {error}; allowed: training steps without torch.func and the like, in which torch "
+        "lets nobody see that; leave memory_limit_bytes out"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

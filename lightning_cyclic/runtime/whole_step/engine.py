@@ -416,6 +416,8 @@ class Engine:
             skipped = self._update(t, stages) or ()
             for j in stages:
                 self.stores[j].end_update(t + 1)
+                if self._tier is not None:
+                    self._tier.check(j)
         self._tell_norms()
         self._flight.note(updates)
         for j, total in totals.items():

@@ -70,9 +70,10 @@ class PlannedTiers:
         if None in kept:  # of a checkpoint of a run that had no limit
             moved = tuple(n * layout.chunk_bytes for n in layout.counts)
             self._config.say(
-                "How much room activations take is not known (of a checkpoint of a run without "
-                "disk=..., or where no rank may have all weights): all optimizer state comes for "
-                "its update, and goes behind it"
+                "How much room activations take is not known (from a checkpoint of a run without "
+                "a limit, or where no rank may have all weights), so that nobody can say whether "
+                f"memory_limit_bytes={self._config.limit_bytes:.0f} is kept: all optimizer state "
+                "comes for its update, and goes behind it"
             )
             return replace(plan, tiers=Tiers(moved=moved, kept=(0,) * len(moved)))
         sizes = [sum(num_bytes_of(named[n]) for n in s.parameters) for s in stages.stages]
@@ -113,6 +114,8 @@ class PlannedTiers:
         tiers = self.plan.tiers
         assert tiers is not None
         stays, goes, unused = sum(tiers.kept), sum(tiers.moved), self._layout.unused
+        if not goes:
+            return f"All optimizer state, {stays / 1e6:.1f} MB, has room, and stays in memory"
         return (
             f"Optimizer state of {stays / 1e6:.1f} MB stays in memory; {goes / 1e6:.1f} MB lie in "
             f"{self._config.folder or HostHome.name}, and come for their update (chunks of "
