@@ -34,6 +34,7 @@ from benchmarks.memory.sparse_states import Clock as PlainClock
 from benchmarks.pipeline.model import Case
 from benchmarks.rounds import command_of, environment, free_port, quiet, result, results_in, spread
 from lightning_cyclic import CyclicStrategy
+from lightning_cyclic.runtime.bits import digest
 
 SMOKE = (
     "--rounds", "1", "--num-steps", "4", "--width", "64", "--depth", "2", "--words", "100",
@@ -65,10 +66,10 @@ def work(options: dict[str, Any], limit_bytes: int | None) -> None:
     before = grown_to(reset=True)
     trainer, module, clock = fit(args, limit_bytes)
     grown, plan = grown_to() - before, getattr(trainer.strategy, "plan", None)
-    digest = float(sum(p.detach().double().sum() for p in module.parameters()))
+    digests = [int(digest(p)) for p in module.parameters()]
     result({
         "step_s": median(clock.seconds[WARM_UP:]), "grown": grown, "planned": clock.planned,
-        "moved": sum(plan.tiers.moved) if plan and plan.tiers else 0, "digest": digest,
+        "moved": sum(plan.tiers.moved) if plan and plan.tiers else 0, "digests": digests,
         "before": before,
     })  # fmt: skip
 
@@ -181,7 +182,7 @@ def run(args: argparse.Namespace) -> None:
         bad = next((end for end in ends if isinstance(end, str)), None)
         if bad is not None:
             raise SystemExit(bad)
-        assert {end["digest"] for end in ends} == {whole["digest"]}, "other weights"
+        assert all(end["digests"] == whole["digests"] for end in ends), "other weights"
         measured = median(end["grown"] for end in ends)
         planned, moved = ends[0]["planned"], ends[0]["moved"]
         ratios = [a["step_s"] / b["step_s"] for a, b in zip(ends, found[None], strict=True)]
@@ -195,4 +196,4 @@ def run(args: argparse.Namespace) -> None:
         for name, limit in (("in memory", None), ("on disk", least)):
             end = contender(args, limit, cap)
             print(f"  {name:<10} {end if isinstance(end, str) else 'trains, with the same bits'}")
-            assert isinstance(end, str) or end["digest"] == whole["digest"]
+            assert isinstance(end, str) or end["digests"] == whole["digests"]
