@@ -224,6 +224,11 @@ class Plan:
         return is_lean or self.tiers is not None
 
     @property
+    def updates_early(self) -> bool:
+        """Say whether each stage is updated right behind its backward, before the next's."""
+        return self.tiers is not None and self.tiers.early
+
+    @property
     def num_groups(self) -> int:
         """Count the groups of workers; a worker alone is one."""
         return self.num_workers // self.group_size

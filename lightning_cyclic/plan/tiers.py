@@ -16,8 +16,12 @@ class Tiers:
         kept: bytes of each stage that stay.
         ahead: how many forwards, backwards and updates before an update its state begins to come,
             and how many behind it until it has gone, so that the worker goes on meanwhile.
+        early: whether stages are updated right behind their backwards, so that the gradients of
+            one are gone when those of the next come; else behind all of the step. One worker
+            alone may.
     """
 
     moved: tuple[int, ...]
     kept: tuple[int, ...]
     ahead: int = 1
+    early: bool = False

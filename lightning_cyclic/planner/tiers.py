@@ -36,6 +36,7 @@ def with_state_in_tiers(
     limit_bytes: float,
     *,
     besides: float = 0.0,
+    early: bool = False,
 ) -> Plan:
     """Return a plan of which no worker exceeds a limit.
 
@@ -48,6 +49,7 @@ def with_state_in_tiers(
         chunk_bytes: of one.
         limit_bytes: most bytes that a worker may have in memory.
         besides: bytes of it that a worker has for other things at any time.
+        early: whether stages are updated right behind their backwards, by one worker alone.
 
     Returns:
         The plan with tiers; with nothing that moves, if all state fits. Stages are updated one by
@@ -66,13 +68,14 @@ def with_state_in_tiers(
     least = float("inf")
     for ahead in (1, 0):
         every = tuple(n * chunk_bytes for n in chunks)
-        moved = replace(plan, tiers=Tiers(moved=every, kept=(0,) * len(every), ahead=ahead))
+        tiers = Tiers(moved=every, kept=(0,) * len(every), ahead=ahead, early=early)
+        moved = replace(plan, tiers=tiers)
         rooms = rooms_beside_state(moved, costs, limit_bytes - besides)
         needed = limit_bytes - min(min(x.values()) for x in rooms)
         least = min(least, needed)
         if needed <= limit_bytes:
             kept = most_that_stays(plan, chunks, chunk_bytes, rooms)
-            return replace(plan, tiers=_tiers(chunks, kept, chunk_bytes, ahead))
+            return replace(plan, tiers=_with_kept(tiers, chunks, kept, chunk_bytes))
     raise PlanError(
         f"a limit of {limit_bytes:.0f} bytes, but a worker of preset {plan.preset!r} with "
         f"{plan.num_stages} stages needs {least:.0f} at once, with optimizer state of one stage "
@@ -81,11 +84,13 @@ def with_state_in_tiers(
     )
 
 
-def _tiers(chunks: Sequence[int], kept: Sequence[int], chunk_bytes: int, ahead: int) -> Tiers:
-    return Tiers(
+def _with_kept(
+    tiers: Tiers, chunks: Sequence[int], kept: Sequence[int], chunk_bytes: int
+) -> Tiers:
+    return replace(
+        tiers,
         moved=tuple((n - k) * chunk_bytes for n, k in zip(chunks, kept, strict=True)),
         kept=tuple(k * chunk_bytes for k in kept),
-        ahead=ahead,
     )
 
 

@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cyclic.compat import GradientAccumulationScheduler, Trainer, rank_zero_info
+from lightning_cyclic.compat import (
+    GradientAccumulationScheduler,
+    Trainer,
+    is_overridden,
+    rank_zero_info,
+)
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import (
@@ -30,6 +35,7 @@ from lightning_cyclic.plugin.checks import (
     check_no_exchange,
     trained_parameters,
 )
+from lightning_cyclic.plugin.clipping import may_clip_by_norm
 from lightning_cyclic.plugin.hooks import Closure, Own
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.records import Recorder
@@ -86,8 +92,9 @@ class ReplicatedTraining(AbstractTraining):
             accumulates=may_accumulate(trainer) and not self._plans_batches,
             memory_limit_bytes=options.memory_limit_bytes,
             outcomes=self._outcomes,
-            tiers=self._make_tiers(trainer, options),
+            tiers=(tiers := self._make_tiers(trainer, options)),
         )
+        self._updates_early = tiers is not None and tiers.early
         self._session: Session = Session(
             self._module,
             trained_parameters(self._module, trainer.optimizers[0], self._forms),
@@ -135,7 +142,21 @@ class ReplicatedTraining(AbstractTraining):
             folder=None if options.disk is None else Path(options.disk),
             device=device,
             optimizer=lambda: trainer.optimizers[0],
+            early=self._may_update_early(trainer),
             say=rank_zero_info,
+        )
+
+    def _may_update_early(self, trainer: Trainer) -> bool:
+        """Say whether nobody can tell an update behind a stage's backward from a later one."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        return self._plan.has_one_version and not (
+            may_accumulate(trainer)
+            or (self._clip == "global" and may_clip_by_norm(trainer))
+            or is_overridden("optimizer_step", trainer.lightning_module)
+            or any(
+                is_overridden("on_after_backward", x)
+                for x in (trainer.lightning_module, *callbacks)
+            )
         )
 
     @property
@@ -318,11 +339,17 @@ class ReplicatedTraining(AbstractTraining):
     def optimizer_step(
         self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
-        output = closure()
-        self._updates.require_groups()
+        session, updates, trained = self._session, self._updates, self._trainer.optimizers[0]
+        if self._updates_early:  # in the closure
+            updates.remember(session.t, trained, kwargs)
+            with updates.unchanged():
+                output = closure()
+        else:
+            output = closure()
+            updates.remember(session.t, trained, kwargs)
+        updates.require_groups()
         self._keep_owned_state()
-        self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
-        self._session.end_step()
+        session.end_step()
         self._owes_update = False
         if self._plan.axes.sharding.gathers:  # others wait for parameters until this step is over
             self._reductions.run(self._trainer.strategy.reduce)

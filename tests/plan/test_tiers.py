@@ -1,6 +1,7 @@
 """Optimizer state that is in memory only for its update, as part of a program."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -53,6 +54,17 @@ def test_state_comes_ahead_of_its_update_and_goes_behind_the_next():
         "3UPDATE@1#0 3EVICT_O#0~tiers 2FREE_O#0 3FREE_O#0"
     )
     assert [str(parse(x)) for x in text.split()] == text.split()
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "lockstep_dp"])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_one_worker_may_update_each_stage_right_behind_its_backward(preset, ahead):
+    late = tiered(preset, ahead=ahead, num_workers=1, num_steps=3)
+    plan = replace(late, tiers=replace(late.tiers, early=True))
+    assert "replayed" in str(proof_of(plan))
+    cells = [a for a in programs_of(plan)[0] if a.kind in (Kind.F, Kind.B, Kind.UPDATE)]
+    behind = [(a.j, b.kind, b.j) for a, b in pairwise(cells) if a.kind is Kind.B]
+    assert behind == [(j, Kind.UPDATE, j) for j in (3, 2, 1, 0)] * 3
 
 
 def test_what_stays_has_no_moves():

@@ -124,6 +124,19 @@ def test_no_more_chunks_move_than_by_the_offline_optimum(stages, each, activatio
     assert stages * each - sum(kept) == math.ceil(loads_by_belady(trace) - 1e-9)
 
 
+@pytest.mark.parametrize("preset", ["cyclic_dp", "lockstep_dp"])
+def test_of_stages_that_are_updated_early_one_has_a_gradient_at_a_time(preset):
+    sizes, chunks = (4, 7, 5), (1, 2, 1)
+    plan, costs = a_plan(preset, 1, 3), costs_of(sizes, (1, 1, 1))
+    least = sum(sizes) + max(1 + 7 + 2 * CHUNK, 2 + 5 + CHUNK, 4 + CHUNK)
+    found = with_state_in_tiers(plan, costs, chunks, CHUNK, least, early=True)
+    assert peak(found, costs) == least
+    assert "replayed" in str(proof_of(found))
+    for limit, early in ((least - 1, True), (least, False)):
+        with pytest.raises(PlanError):
+            with_state_in_tiers(plan, costs, chunks, CHUNK, limit, early=early)
+
+
 def test_nothing_moves_where_all_fits():
     plan, costs = a_plan("cyclic_dp", 1, 3), costs_of((4, 4, 4), (1, 1, 1))
     found = with_state_in_tiers(plan, costs, (1, 2, 1), CHUNK, 10_000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
@@ -50,13 +50,13 @@ def looked_at(trainer: Any, module: Classifier) -> dict[str, Any]:
         "moved": 0 if tiers is None else sum(tiers.moved),
         "kept": 0 if tiers is None else sum(tiers.kept),
         "ahead": None if tiers is None else tiers.ahead,
+        "early": None if tiers is None else tiers.early,
     }
 
 
-def fit(strategy: Any, n: int, make: Any = None, **flags: Any) -> list[Result]:
-    net = MODULE[0] if make is None else "mlp"
-    make = make or MAKE
-    kind = {"gpt2": "tokens", "resnet": "images"}.get(net, "vectors")
+def fit(
+    strategy: Any, n: int, make: Any = MAKE, kind: str = "vectors", **flags: Any
+) -> list[Result]:
     return trained(
         make, strategy, n, look=looked_at, data=partial(micro_batches, kind, NUM_BATCHES),
         valid=partial(micro_batches, kind, 1, 1), **({"max_epochs": NUM_EPOCHS} | flags),
@@ -64,11 +64,12 @@ def fit(strategy: Any, n: int, make: Any = None, **flags: Any) -> list[Result]:
 
 
 @cache
-def least(preset: str, n: int, stages: int, make: Any = MAKE) -> int:
+def least(preset: str, n: int, stages: int, make: Any = MAKE, **flags: Any) -> int:
     """Return the least limit with which a run begins, which it names where it is given less."""
     few = WHOLE if preset == "cyclic_zero" else 1
     strategy = {"preset": preset, "stages": stages, "disk": "/tmp", "memory_limit_bytes": few}
-    ends = run(make, strategy, n, data=partial(micro_batches, "vectors", 2))
+    strategy |= {"clip_norm": "global"} if "gradient_clip_val" in flags else {}
+    ends = run(make, strategy, n, data=partial(micro_batches, "vectors", 2), **flags)
     assert {end.error for end in ends} == {"PlanError"}, ends[0].text
     (named,) = {re.search(r"allowed: (\d+) or more", end.text)[1] for end in ends}  # type: ignore[index]
     return int(named)
@@ -113,8 +114,8 @@ def test_weights_losses_metrics_and_state_are_those_of_a_run_in_memory(
     assert_alike(apart, whole)
     assert all(end.found["moved"] > 0 for end in apart)
     if n == 1:  # else some worker has room for some of its state
-        assert (apart[0].found["kept"] > 0) == (above > 0)
         assert apart[0].found["ahead"] == (above == AHEAD)
+        assert apart[0].found["early"] == (preset != "cyclic_dp_v1")
     assert not list(tmp_path.iterdir())
 
 
@@ -130,6 +131,91 @@ def test_the_least_limit_fetches_nothing_ahead_and_four_times_as_much_would(
     assert [end["moved"] > 0 for end in ends] == [True, False]  # all state has room
 
 
+class Looks(Callback):
+    """Is told when a backward is over."""
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        """Look at nothing."""
+
+
+@final
+class Warms(Classifier):
+    """Has a learning rate that grows, set where Lightning says that it may be."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *args: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (batch_idx + 1)
+        super().optimizer_step(epoch, batch_idx, optimizer, *args)
+
+
+@final
+class Schedules(Classifier):
+    """Has a learning rate that falls in every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        falls = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falls, "interval": "step"}}
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "flags", "is_early"),
+    [
+        (partial(Schedules, "batchnorm_mlp"), "vectors", {}, True),
+        (MAKE, "vectors", {"callbacks": [Looks()]}, False),  # it might read weights, or gradients
+        (MAKE, "vectors", {"accumulate_grad_batches": 2}, False),
+        (partial(Warms, *MODULE), "vectors", {}, False),
+        (partial(Classifier, "gpt2", "adamw"), "tokens", {}, True),  # stages that share weights
+    ],
+)
+def test_stages_are_updated_behind_their_backwards_where_nobody_can_tell(
+    make: Any, kind: str, flags: dict[str, Any], is_early: bool, tmp_path: Path
+) -> None:
+    plan = {"preset": "cyclic_dp", "stages": 4}
+    limit = {"disk": str(tmp_path), "memory_limit_bytes": 10**9}
+    whole, apart = (fit(way, 1, make, kind, **flags) for way in ("ddp", {**plan, **limit}))
+    assert apart[0].found["early"] == is_early
+    assert_alike(apart, whole)
+
+
+@final
+class Sees(Classifier):
+    """Sees the last weights of stage 1 where the backward of the first layer begins."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.before = self.net[4].bias.detach().clone()  # in the step it would be its first use
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def look(_: Tensor) -> None:
+            last = self.net[4].bias
+            self.seen = not torch.equal(self.before, last), last.grad is not None
+
+        def hook(module: Any, args: Any, output: Tensor) -> None:
+            output.register_hook(look)
+
+        with self.net[0].register_forward_hook(hook):
+            return super().training_step(batch, batch_idx)
+
+
+def seen(trainer: Any, module: Sees) -> tuple[bool, bool]:
+    return module.seen
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_an_update_is_over_before_the_next_backward(is_early: bool, tmp_path: Path) -> None:
+    limit = {"disk": str(tmp_path), "memory_limit_bytes": 10**9}
+    (end,) = trained(
+        partial(Sees, *MODULE), {"preset": "lockstep_dp", "stages": 4, **limit}, 1,
+        look=seen,
+        callbacks=[] if is_early else [Looks()], data=partial(micro_batches, "vectors", 2),
+    )  # fmt: skip
+    assert end.found == (is_early, False)
+
+
+def test_they_need_less_room_then() -> None:
+    assert least("cyclic_dp", 1, 4) < least("cyclic_dp", 1, 4, callbacks=(Looks(),))
+
+
 @pytest.mark.parametrize("preset", ["cyclic_dp", "lockstep_dp"])
 @pytest.mark.parametrize("flags", [{"gradient_clip_val": 0.05}, {"precision": "bf16-mixed"}])
 def test_one_process_clips_by_the_norm_over_all_stages_and_may_compute_in_bfloat16(
@@ -137,7 +223,7 @@ def test_one_process_clips_by_the_norm_over_all_stages_and_may_compute_in_bfloat
 ) -> None:
     clip = {"clip_norm": "global"} if "gradient_clip_val" in flags else {}
     strategy = {"preset": preset, "stages": 4, "disk": str(tmp_path), **clip}
-    limit = least(preset, 1, 4)
+    limit = least(preset, 1, 4, **flags)
     assert_alike(
         fit({**strategy, "memory_limit_bytes": limit}, 1, **flags), fit("ddp", 1, **flags)
     )
@@ -225,8 +311,9 @@ class Reads(Callback):
         self.sums: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        state = trainer.optimizers[0].state.values()
-        self.sums.append(sum(float(x["exp_avg_sq"].double().sum()) for x in state))
+        state = trainer.optimizers[0].state
+        of_each = (state[p]["exp_avg_sq"].double().sum() for p in trainer.model.parameters())
+        self.sums.append(sum(map(float, of_each)))
 
 
 class Keeps(Callback):

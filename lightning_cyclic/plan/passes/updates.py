@@ -7,6 +7,7 @@ Stages of one worker that are due at one place are updated there together, so th
 call of the optimizer, or one for each stage (``Plan.updates_apart``):
 
     sync, or one worker alone     all of them behind all else of the step
+    one that has no room for all  each right behind its backward (``Tiers.early``)
     an owner that reads late      the same: its totals end with its own backward
     an owner that reads first     before the first forward that reads a new version
     owners who wait for all       behind their step, or where the first worker reads new weights
@@ -54,6 +55,8 @@ def together(program: Program) -> dict[int, tuple[int, int]]:
 
 
 def _inserted(plan: Plan, program: Program, w: int) -> Iterator[Action]:
+    if plan.updates_early:
+        return _behind_backwards(program)
     if plan.axes.weights.at_end_of_step or not plan.axes.placement.overlaps:
         held = _held(plan, w)
         return _at_end(plan, program, held)
@@ -70,6 +73,13 @@ def _held(plan: Plan, w: int) -> list[int]:
     if plan.axes.placement.runs_whole_micro:
         return list(stages)
     return [j for j in stages if plan.owner(j) == w]
+
+
+def _behind_backwards(program: Program) -> Iterator[Action]:
+    for a in program:
+        yield a
+        if a.kind is Kind.B:
+            yield _update(a.j, a.t + 1, a.s + 1)
 
 
 def _at_end(plan: Plan, program: Program, stages: list[int]) -> Iterator[Action]:

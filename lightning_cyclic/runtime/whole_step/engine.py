@@ -360,6 +360,8 @@ class Engine:
         self._grads.extend(self.t, j, Sum(grads, self._words.said() if is_last else 0))
         self._run_to(Kind.B, j)
         self._run_on()
+        if self.plan.updates_early:
+            self._run_to(Kind.B, j - 1, through=False)
 
     def _fetch(self, item: Item) -> None:
         self._worker.fetch(item)

@@ -34,6 +34,7 @@ class TierConfig:
         folder: of a disk, for what does not stay. [the host's memory, beside a GPU]
         device: of the worker.
         optimizer: returns the one whose state it is.
+        early: whether each stage is updated right behind its backward (:class:`Tiers`).
         say: tells the user what follows.
     """
 
@@ -41,6 +42,7 @@ class TierConfig:
     folder: Path | None
     device: torch.device
     optimizer: Callable[[], Optimizer]
+    early: bool = False
     say: Callable[[str], None] = print
 
 
@@ -75,7 +77,8 @@ class PlannedTiers:
                 f"memory_limit_bytes={self._config.limit_bytes:.0f} is kept: all optimizer state "
                 "comes for its update, and goes behind it"
             )
-            return replace(plan, tiers=Tiers(moved=moved, kept=(0,) * len(moved)))
+            none = (0,) * len(moved)
+            return replace(plan, tiers=Tiers(moved=moved, kept=none, early=self._config.early))
         sizes = [sum(num_bytes_of(named[n]) for n in s.parameters) for s in stages.stages]
         held = sum(map(num_bytes_of, named.values())) - sum(sizes)
         held += sum(b.numel() * b.element_size() for b in module.buffers())
@@ -87,7 +90,13 @@ class PlannedTiers:
         steady = replace(plan, num_steps=steps_to_count(plan.num_stages, 1))
         limit = self._config.limit_bytes
         found = with_state_in_tiers(
-            steady, costs, layout.counts, layout.chunk_bytes, limit, besides=held
+            steady,
+            costs,
+            layout.counts,
+            layout.chunk_bytes,
+            limit,
+            besides=held,
+            early=self._config.early,
         )
         return replace(plan, tiers=found.tiers)
 
