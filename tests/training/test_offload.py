@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, Trainer
 
+from lightning_cyclic import MemoryTimeline
 from lightning_cyclic.runtime.partial_step import graph_tier
 from tests.harness.pipelines import Job, Outcome, fit, pipelines
 from tests.harness.processes import RanksFailedError
@@ -154,3 +155,39 @@ def test_a_disk_that_fills_or_fails_is_named(
             job, 1, call, code, function=fit_on_a_broken_disk, preset="gpipe", stages=2,
             activation_checkpointing="offload", disk=str(tmp_path),
         )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def fit_watched(job: Job, strategy: dict[str, Any]) -> Outcome:
+    memory = MemoryTimeline(steps=(6,))  # which is no first one, nor has weights looked at
+    fit(job, strategy, callbacks=[memory])
+    assert memory.timeline is not None
+    assert memory.planned is not None
+    (step,) = memory.timeline.spans
+    begins = {kind: series[0] for kind, series in memory.timeline.bytes_at(step).items()}
+    return {
+        "peak": memory.timeline.peak(step).num_bytes - sum(begins.values()),
+        "planned": memory.planned.activations,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "num_ranks", "stages"),
+    [("resnet", "gpipe", 1, 2), ("gpt2", "1f1b", 4, 4), more("gpt2", "gpipe", 1, 2)],
+)
+def test_less_is_alive_at_the_peak_as_planned(
+    name: str, preset: str, num_ranks: int, stages: int, tmp_path: Path
+) -> None:
+    job = Job(case=name, num_microbatches=8, size=8)
+    strategy: dict[str, Any] = {"preset": preset, "stages": stages}
+    away = {"activation_checkpointing": "offload", "disk": str(tmp_path)}
+    whole, less = (
+        pipelines(job, num_ranks, function=fit_watched, **strategy, **more)
+        for more in ({}, away)
+    )  # fmt: skip
+    first = num_ranks - 1  # which has the first stage, of which most micro-batches are under way
+    saved = {key: whole[first][key] - less[first][key] for key in ("peak", "planned")}
+    assert saved["planned"] > 0
+    assert saved["peak"] > 0.4 * saved["planned"]
