@@ -7,6 +7,7 @@ they move: tests/plan/test_graphs.py.
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 
 from lightning_cyclic import MemoryTimeline
+from lightning_cyclic.plugin import pipeline_session
 from lightning_cyclic.runtime.partial_step import graph_tier
 from tests.harness.pipelines import Job, Outcome, fit, pipelines
 from tests.harness.processes import RanksFailedError
@@ -53,6 +55,10 @@ class Moved(Callback):
 def fit_moving(job: Job, strategy: dict[str, Any]) -> Outcome:
     moved = Moved()
     found = fit(job, strategy, callbacks=[moved])
+    lanes = [x for x in threading.enumerate() if x.name == "cyclic-tiers"]
+    for lane in lanes:
+        lane.join(5.0)
+        assert not lane.is_alive()  # they end behind what they have to do
     return found | {"away": moved.num_away, "used": moved.num_used}
 
 
@@ -136,6 +142,42 @@ def fit_on_a_broken_disk(job: Job, strategy: dict[str, Any], call: str, code: in
 
     setattr(os, call, broken)
     return fit(job, strategy)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, r"disk=None with accelerator 'cpu'; allowed: of CPUs a folder"),
+        ({"disk": "/proc/none"}, r"no room for activations of stage 0 in step 0: disk='/proc"),
+    ],
+)
+def test_a_folder_is_asked_for(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RanksFailedError, match=words):
+        pipelines(
+            Job(case="resnet", num_microbatches=8), 1, preset="gpipe", stages=2,
+            activation_checkpointing="offload", **options,
+        )  # fmt: skip
+
+
+def fit_telling(job: Job, strategy: dict[str, Any]) -> Outcome:
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_session, "rank_zero_info", told.append)
+        fit(job, strategy)
+    return {"told": [text for text in told if "activation" in text.lower()]}
+
+
+@pytest.mark.parametrize(
+    ("preset", "words"),
+    [("gpipe", "Activations of 8 of 8 forwards"), ("zb_h1", "moves nothing here, as fewer")],
+)
+def test_it_is_said_what_moves(preset: str, words: str, tmp_path: Path) -> None:
+    (rank,) = pipelines(
+        Job(case="resnet", num_microbatches=8), 1, function=fit_telling, preset=preset, stages=1,
+        activation_checkpointing="offload", disk=str(tmp_path),
+    )  # fmt: skip
+    (text,) = rank["told"]
+    assert words in text
 
 
 @pytest.mark.parametrize(

@@ -151,14 +151,18 @@ class _Graph:
 
     Args:
         stays: storages of which nothing moves.
+        device: of those that do.
         casts: of weights, which graphs share. [there are none]
     """
 
-    def __init__(self, stays: frozenset[int], casts: CastCopies | None) -> None:
+    def __init__(
+        self, stays: frozenset[int], device: torch.device, casts: CastCopies | None
+    ) -> None:
         self.home: AbstractHome | None = None
         self.moved: list[tuple[_Block, int]] = []  # with the first byte at home
         self.rooms: list[Tensor] = []  # into which they come back
         self._stays = stays
+        self._device = device
         self._casts = casts
         # weakly: what a run that began anew has saved, or code without a loss, is not needed
         self._blocks: dict[int, weakref.ref[_Block]] = {}
@@ -167,13 +171,18 @@ class _Graph:
         with torch._C.DisableTorchFunction():
             if self._casts is not None and isinstance(view := self._casts.pack(x), View):
                 return view
-            if not _is_movable(x) or (key := x.untyped_storage()._cdata) in self._stays:
+            if not self._moves(x):
                 return _Kept(x if x.is_leaf else x.detach(), version(x))
+            key = x.untyped_storage()._cdata
             block = made() if (made := self._blocks.get(key)) is not None else None
             if block is None:  # another storage may have had this place before
                 block = _Block(x)
                 self._blocks[key] = weakref.ref(block)
             return block.save(x)
+
+    def _moves(self, x: Tensor) -> bool:
+        is_here = x.device.type == self._device.type
+        return is_here and _is_movable(x) and x.untyped_storage()._cdata not in self._stays
 
     def unpack(self, saved: View | _Kept | _Saved) -> Tensor:
         with torch._C.DisableTorchFunction():
@@ -245,7 +254,7 @@ class GraphTier:
         Raises:
             StepError: the body calls torch.func or torch.vmap, which refuse such hooks.
         """
-        graph = self._graphs[_key(a)] = _Graph(self._stays, casts)
+        graph = self._graphs[_key(a)] = _Graph(self._stays, self._device, casts)
         refusing = refusing_transforms(
             'with activation_checkpointing="offload"', "torch.autograd.grad, or torch.func with "
             'other values', 'activation_checkpointing="always"'
@@ -334,11 +343,9 @@ def words_of_moves(program: Program) -> str:
     steady = [a for w in range(program.num_workers) for a in program.step(w, program.steady)]
     num_moved, num_all = (sum(a.kind is kind for a in steady) for kind in (Kind.EVICT, Kind.F))
     if num_moved:
-        return (
-            f"Between forward and backward, activations of {num_moved} of {num_all} leave memory"
-        )
+        return f"Activations of {num_moved} of {num_all} forwards are away until their backward"
     return (
-        'activation_checkpointing="offload" moves nothing here, as less than three forwards and '
+        'activation_checkpointing="offload" moves nothing here, as fewer than three forwards and '
         "backwards run between any forward and its own backward: more micro-batches of gpipe, or "
         "more stages, would leave time for it"
     )

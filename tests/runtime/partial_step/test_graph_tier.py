@@ -356,3 +356,13 @@ def test_a_gradient_of_gradients_within_the_forward(rig: Rig) -> None:
     loss = rig.forward(call)
     rig.there_and_back()
     assert torch.equal(torch.autograd.grad(loss, p)[0], expected)
+
+
+def test_a_graph_that_comes_back_is_not_used_before_it_has(rig: Rig) -> None:
+    p = torch.randn(5, requires_grad=True)
+    loss = rig.forward(lambda: (p * 2).exp().sum())
+    rig.evict()
+    rig.free()
+    rig.tier.hold(parse("0FETCH_A0#0~tiers"))
+    with pytest.raises(StepError, match="not the turn of its backward"):
+        loss.backward()
