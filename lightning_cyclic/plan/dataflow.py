@@ -392,14 +392,20 @@ def peak(spans: Iterable[tuple[int, int, float]]) -> float:
 
 
 def live_activations(program: Iterable[Action]) -> int:
-    """Count the most stage-activations that a worker keeps from an F to its B, or W.
+    """Count the most stage-activations that a worker keeps from an F to its B, or W, in memory.
 
     Example:
         >>> from lightning_cyclic.plan.actions import parse
         >>> live_activations(map(parse, ["0F0#0", "0F1#0", "0B0#0", "0B1#0"]))
         2
     """
-    return int(peak((life.begin, life.end, 1) for life in activations(program)))
+    program = tuple(program)
+    away, found = absences(program), list[tuple[int, int, int]]()
+    for life in activations(program):
+        cell = life.a.t, life.a.i, life.a.j
+        leaves, comes = away.get(cell, (life.begin, life.begin))
+        found += [(life.begin, leaves, 1), (comes, life.end, 1)]
+    return int(peak(found))
 
 
 def live_versions(program: Iterable[Action]) -> dict[int, int]:

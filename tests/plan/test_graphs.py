@@ -11,7 +11,7 @@ from lightning_cyclic.plan import PRESETS, make_plan, programs_of
 from lightning_cyclic.plan.actions import COMPUTE, GO_BACK, Kind, Payload, parse
 from lightning_cyclic.plan.check.proof import proof_of
 from lightning_cyclic.plan.check.replay import Replay
-from lightning_cyclic.plan.dataflow import absences
+from lightning_cyclic.plan.dataflow import absences, live_activations
 from lightning_cyclic.simulate import Costs, memory, memory_by_slot, simulate
 
 PIPELINES = [name for name, preset in PRESETS.items() if preset.placement == "pipelined"]
@@ -122,6 +122,7 @@ def test_memory_counts_activations_while_they_are_there(preset, activations):
     costs = Costs.even(4, model_bytes=4.0, activation_bytes=4.0, cut_bytes=1.0)
     kept = memory(plan, costs)
     assert [worker.activations for worker in kept] == activations
+    assert list(map(live_activations, programs_of(plan))) == activations
     whole = memory(replace(plan, offloads=False), costs)
     assert [worker.inputs for worker in kept] == [worker.inputs for worker in whole]
     assert [x.parameters for x in kept] == [x.parameters for x in whole]
