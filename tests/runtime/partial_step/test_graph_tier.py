@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan.actions import parse
 from lightning_cyclic.runtime.cast_copies import CastCopies
+from lightning_cyclic.runtime.partial_step import graph_tier
 from lightning_cyclic.runtime.partial_step.graph_tier import GraphTier
 from lightning_cyclic.runtime.state_homes import FileHome, HostHome
+from lightning_cyclic.runtime.worker import LaneThread
+from tests.harness.commands import until
+from tests.harness.races import Device, Streams, noted
 
 CPU = torch.device("cpu")
 
@@ -368,3 +372,62 @@ def test_a_graph_that_comes_back_is_not_used_before_it_has(rig: Rig) -> None:
     rig.tier.hold(parse("0FETCH_A0#0~tiers"))
     with pytest.raises(StepError, match="not the turn of its backward"):
         loss.backward()
+
+
+# ---------------------------------------------------------------------- where a host runs ahead
+
+
+def on_a_device(forgets: str, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Run micro-batches on a device that is as slow as it can be, with a lane beside; note all.
+
+    Args:
+        forgets: what is not waited for, or that memory is not kept.
+    """
+    device = Device()
+    with noted(device):
+        streams = Streams(device)
+        monkeypatch.setattr(graph_tier, "streams_of", lambda _: streams)
+        if forgets == "keep":
+            monkeypatch.setattr(Streams, "keep", lambda *_: None)
+        rig = Rig(None)
+        make = rig.tier._make_home
+
+        def aside(num_bytes: int) -> Any:
+            with device.aside():  # as memory of the host is no stream's
+                return make(num_bytes)
+
+        monkeypatch.setattr(rig.tier, "_make_home", aside)
+        lane = LaneThread("cyclic-tiers", rig.tier.move, streams)
+        p = torch.ones(50, requires_grad=True)
+
+        def move(kind: str, i: int) -> None:
+            a = parse(f"0{kind}_A{i}#0~tiers")
+            rig.tier.hold(a)
+            lane.put([a])
+            if forgets == kind:
+                until(lambda: lane.num_over == lane.num_put, 5.0, "the lane")
+            else:
+                lane.wait_for(lane.num_put)
+
+        for i in range(3):  # the second and third find a home that is used again
+            loss = rig.forward(lambda: (p * 2).exp().square().sum(), i)
+            move("EVICT", i)
+            assert rig.free(i) == 1
+            move("FETCH", i)
+            rig.tier.take(parse(f"0B{i}#0"))
+            loss.backward()
+            del loss
+        lane.close()
+    return device
+
+
+def test_no_two_streams_use_what_was_saved_in_no_order(monkeypatch: Any) -> None:
+    on_a_device("", monkeypatch).check()
+
+
+@pytest.mark.parametrize(
+    ("forgets", "words"), [("FETCH", "does not wait for"), ("keep", "not kept")]
+)
+def test_the_model_finds_who_does_not_wait(forgets: str, words: str, monkeypatch: Any) -> None:
+    with pytest.raises(AssertionError, match=words):
+        on_a_device(forgets, monkeypatch).check()
