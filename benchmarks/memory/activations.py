@@ -4,8 +4,9 @@
     python -m benchmarks activations --preset gpipe --micro 8 --rooms --disk /scratch
 
 Each contender is a process of its own, with the same weights and batches. "planned" is what the
-schedule of "optimal" keeps at its peak, or the account of activations counts; "alive" are the most
-bytes of storages in a step beyond what is there when it begins. Times are the least of all steps,
+schedule of "optimal" keeps at its peak, or the account of activations counts where there are
+several stages; "alive" are the most bytes of storages in a step beyond what is there when it
+begins. Times are the least of all steps,
 over those of "never"; the weights must have the same bits at the end.
 """
 
@@ -122,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"{'choice':<10}{'room':>10}{'again':>10}{'planned':>12}{'alive':>12}   time")
     for (choice, room), ends in found.items():
         assert all(end["digests"] == whole[0]["digests"] for end in ends), "other weights"
-        row = [f"{x / MB:.1f} MB" for x in (ends[0]["planned"], ends[0]["alive"])]
+        row = [f"{x / MB:.1f} MB" if x else "" for x in (ends[0]["planned"], ends[0]["alive"])]
         cells = [f"{room / MB:.0f} MB" if room else "", ends[0]["again"]]
         ratio = min(end["step_s"] for end in ends) / least_s
         text = "".join(f"{x:>10}" for x in cells) + "".join(f"{x:>12}" for x in row)
