@@ -49,6 +49,7 @@ INDEX = {
     "gpu": Entry("gpu.session", "8 min, GPU"),
     "sparse_states": Entry("memory.sparse_states", "2 min"),
     "tiers": Entry("memory.tiers", "5 min"),
+    "activations": Entry("memory.activations", "10 min"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import ClassVar, Literal, final
 
@@ -36,10 +37,13 @@ class PipelineStrategy(PlannedStrategy):
         activation_checkpointing: run a stage again for its backward instead of keeping what its
             forward saved: "never", "always", or for each but the last micro-batch ("except_last");
             "optimal" runs again only those units of a stage that memory_limit_bytes leaves no room
-            for, by the schedule with the least recomputation.
+            for, by the schedule with the least recomputation; "offload" puts what a forward has
+            saved away until its backward, if enough is computed between them.
         memory_limit_bytes: most bytes that a worker may keep, as the planner counts them: weights
             of all versions, gradients, optimizer state, and activations of all micro-batches
             under way; stages are cut so. [any number]
+        disk: a folder, where that lies in files, of workers on CPUs. [of GPUs it is the host's
+            memory]
         clip_norm: what gradient_clip_val (norm) looks at: "stage", "global", or None: "stage" for
             freshest weights (said once), "global" otherwise.
         error_feedback: where gradients are old, turn each update u_t into 2 * u_t - u_(t-1), for
@@ -88,6 +92,7 @@ class PipelineStrategy(PlannedStrategy):
         replicas: int = 1,
         activation_checkpointing: Checkpointing = "never",
         memory_limit_bytes: int | None = None,
+        disk: str | os.PathLike[str] | None = None,
         clip_norm: Clipping | None = None,
         error_feedback: bool = False,
         reduce_dtype: ReduceDtype | None = None,
@@ -105,6 +110,7 @@ class PipelineStrategy(PlannedStrategy):
                 "replicas": replicas,
                 "activation_checkpointing": activation_checkpointing,
                 "memory_limit_bytes": memory_limit_bytes,
+                "disk": disk,
                 "clip_norm": clip_norm,
                 "error_feedback": error_feedback,
                 "reduce_dtype": reduce_dtype,

@@ -157,6 +157,7 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
         ("--update-s", parse_seconds, "0", "one optimizer step of the whole model"),
         ("--latency-s", parse_seconds, "50us", "latency of a message"),
         ("--bandwidth", parse_bandwidth, "10Gbit/s", "of each worker, in each direction"),
+        ("--disk-bandwidth", parse_bandwidth, "1GB/s", "of --offload, in each direction"),
     ]
     _add_quantities(parser, [*_SIZES, *times])
     parser.add_argument(
@@ -211,6 +212,8 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
     add("--slack", type=_whole, metavar="C", default=0, help="slots for messages (default: 0)")
     add("--group-size", type=_count, metavar="G", default=1, help="workers that run side by side, "
         "of workers that have all stages (default: 1)")  # fmt: skip
+    add("--offload", action="store_true", help="what forwards of a pipeline leave is away until "
+        "their backward")  # fmt: skip
     add("--steps", type=_count, metavar="T", default=num_steps, help=f"(default: {num_steps})")
 
 
@@ -225,6 +228,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         slack=arguments.slack,
         group_size=arguments.group_size,
         replicas=arguments.replicas,
+        offloads=arguments.offload,
     )
 
 
@@ -253,7 +257,7 @@ def _draw(arguments: argparse.Namespace) -> str:
 
 def _refuse_sizes(arguments: argparse.Namespace) -> None:
     given = [option for option, *_ in _SIZES if getattr(arguments, _name(option)) is not None]
-    given += ["--remat"] * arguments.remat
+    given += ["--remat"] * arguments.remat + ["--offload"] * arguments.offload
     if given:
         raise PlanError(
             f"{', '.join(given)} of a picture of who computes what when; allowed: with --memory, "
@@ -303,6 +307,8 @@ def _simulate(arguments: argparse.Namespace) -> str:
         cut_bytes=arguments.cut_bytes,
         activation_bytes=arguments.activation_bytes,
     )
+    away = (size / arguments.disk_bandwidth for size in costs.activation_bytes)
+    costs = replace(costs, put_away_s=tuple(away))
     comparison = compare(
         plan, costs, network,
         bucket_bytes=arguments.bucket_bytes, state_per_param=arguments.state,

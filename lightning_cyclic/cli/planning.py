@@ -40,7 +40,9 @@ _LAYOUTS = {  # of the file of a strategy -> how it is used
     "lightning": "python train.py fit --trainer.strategy {}",
     "hydra": "python train.py strategy=NAME, from the folder of your strategies",
 }
-_REMATS = {"both": (False, True), "never": (False,), "always": (True,)}
+_REMATS = {
+    "both": (False, True), "never": (False,), "always": (True,), "offload": (False,),
+}  # fmt: skip
 
 
 def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
@@ -72,7 +74,10 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
     add("--preset", action="append", default=[], metavar="PRESET", help="look at this preset "
         f"only; may be repeated (default: {', '.join(DEFAULT_PRESETS)})")  # fmt: skip
     add("--activation-checkpointing", choices=tuple(_REMATS), default="both",
-        help="look at plans with rematerialisation, without, or both (default: both)")  # fmt: skip
+        help="look at plans with rematerialisation, without, or both; or whose activations are "
+        "on a disk meanwhile (default: both)")  # fmt: skip
+    add("--disk-bandwidth", type=explained(parse_bandwidth), default="1GB/s", metavar="1GB/s",
+        help="of that disk, each way (default: 1GB/s)")  # fmt: skip
     add("--state", type=_number(float, 0), default=2.0, metavar="X", help="bytes of optimizer "
         "state per byte of parameters: Adam 2, momentum 1, SGD 0 (default: 2)")  # fmt: skip
     add("--sparsity", type=float, default=None, metavar="S", help="pruned fraction of the "
@@ -117,6 +122,9 @@ def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
         batch_size=arguments.batch,
         presets=tuple(dict.fromkeys(arguments.preset)) or DEFAULT_PRESETS,
         remats=_REMATS[arguments.activation_checkpointing],
+        disk_bytes_per_s=arguments.disk_bandwidth
+        if arguments.activation_checkpointing == "offload"
+        else None,
         state_per_param=arguments.state,
         slack=arguments.slack,
         sparsity=arguments.sparsity,

@@ -21,6 +21,9 @@ behind ``#``:
     2FETCH_O#4         copy optimizer state of stage 2 into memory, for its update of step 4
     2EVICT_O#4         copy it to where there is room, when that update is over
     2FREE_O#4          drop what has been copied
+    2EVICT_A1#4        copy what the forward of micro-batch 1 has left to where there is room
+    2FREE_A1#4         drop what has been copied
+    2FETCH_A1#4        copy it into memory again, for the backward
 
 A RECV says where a worker is ready for a message, which is where it is posted; what waits for the
 message is the action that reads it. An action runs on the main lane of its worker, one after the
@@ -66,7 +69,7 @@ MAKE_GRADIENTS = frozenset({Kind.B, Kind.W})  # of the weights
 
 
 class Payload(_Name):
-    A = "A"  # activations, stage j-1 -> j
+    A = "A"  # activations, stage j-1 -> j; or those of stage j, between tiers of memory
     G = "G"  # activation gradients, stage j+1 -> j
     S = "S"  # partial gradient sums, micro-batch i -> i+1
     T = "T"  # the total of a step, last micro-batch's worker -> owner
@@ -102,7 +105,7 @@ class Action:
         t: training step (0-based). Of an UPDATE: the step whose gradients it applies.
         j: stage (0 = input side).
         i: micro-batch inside the step (0-based); only of F, B, I, W and ADD, of messages A, G, S,
-            H, R and W, and of P where parameters are fetched for each use.
+            H, R and W, of P where parameters are fetched for each use, and of what moves A.
         v: weight version; only of F, B, I, W, UPDATE, GATHER, FREE, P and V.
         peer: the other worker of a SEND or RECV.
         s: slot in which the timetable places the action; no part of its identity or text.
@@ -161,7 +164,7 @@ Program = tuple[Action, ...]  # what one worker does, in its order
 _PATTERN = re.compile(
     r"(?P<j>\d+)"
     r"(?:(?P<kind>F|B|I|W|ADD|UPDATE|TELL|GATHER|FREE)"
-    r"|(?P<way>SEND|RECV)_(?P<payload>[AGSTHPRWVDLNCKXM])|(?P<move>FETCH|EVICT|FREE)_(?P<moved>O))"
+    r"|(?P<way>SEND|RECV)_(?P<payload>[AGSTHPRWVDLNCKXM])|(?P<move>FETCH|EVICT|FREE)_(?P<moved>[AO]))"
     r"(?P<i>\d+)?(?:@(?P<v>\d+))?(?:(?P<arrow>[<>])(?P<peer>\d+))?#(?P<t>\d+)"
     r"(?:~(?P<lane>sums|weights|tiers))?",
     re.ASCII,  # other scripts' digits would parse but not print back

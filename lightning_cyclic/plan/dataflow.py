@@ -17,10 +17,13 @@
                makes  state, of which its UPDATE makes new state
     EVICT      reads  new state                                       makes the next FETCH's copy
                FREE of state reads both, and frees the state
+    EVICT_A    reads  a graph                                         makes its copy
+               FREE reads both, and frees the graph; FETCH frees the copy, and makes the graph
     SEND       reads  what it carries                                 and frees it if it goes away
     RECV       makes  what it carries
 
-Names of data are tuples, each with one maker; a message carries a datum under its name. The
+Names of data are tuples, each with one maker, but for graphs that have left memory, and come
+back; a message carries a datum under its name. The
 passes, the checker, the account, the simulator, the planner's memory and the runtime all follow
 this table. What is given from the beginning (the first weights, the batch of who begins a step) is
 made by nobody.
@@ -67,6 +70,7 @@ class Datum(enum.Enum):
     STATE = enum.auto()  # (j, t): optimizer state in memory, for an update
     NEW_STATE = enum.auto()  # (j, t): what the update has made of it
     COPY = enum.auto()  # (j, t): state where there is room, of which the update of step t fetches
+    GRAPH_COPY = enum.auto()  # (t, i, j): a graph where there is room
 
 
 Item: TypeAlias = tuple[object, ...]  # a Datum and its numbers
@@ -211,13 +215,25 @@ class Dataflow:
         return Flow((*taken, *reads), ((Datum.WEIGHTS, a.j, a.v),), taken)
 
     def _free(self, a: Action) -> Flow:
+        if a.payload is Payload.A:
+            graph, copy = _graph_and_copy(a)
+            return Flow((graph, copy), (), (graph,))
         if a.payload is Payload.O:
             state = (Datum.NEW_STATE, a.j, a.t)
             return Flow((state, (Datum.COPY, a.j, a.t + 1)), (), (state,))
         weights = ((Datum.WEIGHTS, a.j, a.v),)
         return Flow(weights, (), weights)
 
+    def _evict(self, a: Action) -> Flow:
+        if a.payload is Payload.A:
+            graph, copied = _graph_and_copy(a)
+            return Flow((graph,), (copied,))
+        return Flow(((Datum.NEW_STATE, a.j, a.t),), ((Datum.COPY, a.j, a.t + 1),))
+
     def _fetch(self, a: Action) -> Flow:
+        if a.payload is Payload.A:
+            graph, copied = _graph_and_copy(a)
+            return Flow((copied,), (graph,), (copied,))
         copy = ((Datum.COPY, a.j, a.t),)
         return Flow(copy, ((Datum.STATE, a.j, a.t),), copy)
 
@@ -255,6 +271,10 @@ def _any_sum(a: Action) -> tuple[Item, Item]:
     return (Datum.SUM, a.t, a.j, a.i), (Datum.SUM, a.t, a.j, None)
 
 
+def _graph_and_copy(a: Action) -> tuple[Item, Item]:
+    return (Datum.GRAPH, a.t, a.i, a.j), (Datum.GRAPH_COPY, a.t, a.i, a.j)
+
+
 _NEXT = None  # in place of the micro-batch that is handed buffers, where nobody says which it is
 _FIELDS = {
     Payload.S: (Datum.SUM, "tji"), Payload.T: (Datum.SUM, "tji"),
@@ -278,7 +298,7 @@ _ROWS: dict[Kind, Callable[[Dataflow, Action], Flow]] = {
     Kind.GATHER: lambda _, a: Flow(),
     Kind.FREE: Dataflow._free,
     Kind.FETCH: Dataflow._fetch,
-    Kind.EVICT: lambda _, a: Flow(((Datum.NEW_STATE, a.j, a.t),), ((Datum.COPY, a.j, a.t + 1),)),
+    Kind.EVICT: Dataflow._evict,
     Kind.SEND: Dataflow._send,
     Kind.RECV: Dataflow._receive,
 }
@@ -317,6 +337,18 @@ def activations(program: Iterable[Action]) -> Iterator[Life]:
         elif a.kind in MAKE_GRADIENTS and cell in kept:
             yield Life(*kept.pop(cell), halves.pop(cell, n), n)
     yield from (Life(a, n, n + 1, n + 1) for a, n in kept.values())
+
+
+def absences(program: Iterable[Action]) -> dict[tuple[int, int | None, int], tuple[int, int]]:
+    """Return (step, micro-batch, stage) -> from where to where its graph is not in memory."""
+    found: dict[tuple[int, int | None, int], tuple[int, int]] = {}
+    for n, a in enumerate(program):
+        cell = a.t, a.i, a.j
+        if a.payload is Payload.A and a.kind is Kind.FREE:
+            found[cell] = n, n
+        elif a.payload is Payload.A and a.kind is Kind.FETCH:
+            found[cell] = found[cell][0], n
+    return found
 
 
 def versions(program: Iterable[Action]) -> Iterator[Life]:
@@ -360,14 +392,20 @@ def peak(spans: Iterable[tuple[int, int, float]]) -> float:
 
 
 def live_activations(program: Iterable[Action]) -> int:
-    """Count the most stage-activations that a worker keeps from an F to its B, or W.
+    """Count the most stage-activations that a worker keeps from an F to its B, or W, in memory.
 
     Example:
         >>> from lightning_cyclic.plan.actions import parse
         >>> live_activations(map(parse, ["0F0#0", "0F1#0", "0B0#0", "0B1#0"]))
         2
     """
-    return int(peak((life.begin, life.end, 1) for life in activations(program)))
+    program = tuple(program)
+    away, found = absences(program), list[tuple[int, int, int]]()
+    for life in activations(program):
+        cell = life.a.t, life.a.i, life.a.j
+        leaves, comes = away.get(cell, (life.begin, life.begin))
+        found += [(life.begin, leaves, 1), (comes, life.end, 1)]
+    return int(peak(found))
 
 
 def live_versions(program: Iterable[Action]) -> dict[int, int]:

@@ -15,6 +15,7 @@ from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.passes.adds import adds
 from lightning_cyclic.plan.passes.batches import batches
+from lightning_cyclic.plan.passes.graphs import graphs
 from lightning_cyclic.plan.passes.norms import norms
 from lightning_cyclic.plan.passes.receives import lanes, receives
 from lightning_cyclic.plan.passes.route import route
@@ -55,13 +56,17 @@ def window(plan: Plan) -> tuple[Actions, ...]:
     programs = tuple(tuple(adds(plan, program, w)) for w, program in enumerate(programs))
     programs = norms(plan, route(plan, programs))  # [6] what all owners must know of all others
     # [7] What runs beside the compute, [8] where receives are posted, [9] who holds the bytes,
-    # [10] and where.
-    return tiers(plan, shards(plan, receives(plan, lanes(plan, programs))))
+    # [10] and where, [11] also those that forwards leave.
+    programs = tiers(plan, shards(plan, receives(plan, lanes(plan, programs))))
+    return graphs(plan, programs)
 
 
 def computed(plan: Plan) -> tuple[Actions, ...]:
-    """List what each worker computes and updates: its steps, without messages and made soon."""
-    return updates(plan, _in_time(plan))
+    """List what each worker computes and updates: its steps, without messages and made soon.
+
+    And what moves graphs meanwhile.
+    """
+    return graphs(plan, updates(plan, _in_time(plan)))
 
 
 def _in_time(plan: Plan) -> tuple[Actions, ...]:

@@ -45,6 +45,7 @@ class Plan:
             the first worker reads a new version of sharded weights, else each behind its step. If
             not, each updates where it first reads a new version.
         tiers: what is in memory only while it is used. [all is there]
+        offloads: whether what a forward leaves is away between it and its backward.
     """
 
     preset: str
@@ -67,6 +68,7 @@ class Plan:
     updates_meet: bool = False
     group_size: int = 1
     tiers: Tiers | None = None
+    offloads: bool = False
 
     @cached_property
     def axes(self) -> Axes:

@@ -134,6 +134,8 @@ class Problem:
         batch_size: samples per update. [for each worker the largest measured micro-batch]
         presets: names of presets to look at. [those that a strategy runs]
         remats: whether to look at plans without and with rematerialisation.
+        disk_bytes_per_s: of a disk, each way, where what forwards of pipelines leave is away until
+            their backward. [None: it stays in memory]
         state_per_param: bytes of optimizer state per byte of parameters in float32. [2: Adam's
             moments]
         slack: slots that a new version needs to travel, for the ``freshest`` rule. [0; around a
@@ -158,6 +160,7 @@ class Problem:
     batch_size: int = 0
     presets: tuple[str, ...] = DEFAULT_PRESETS
     remats: tuple[bool, ...] = (False, True)
+    disk_bytes_per_s: float | None = None
     state_per_param: float = 2.0
     slack: int = 0
     sparsity: float | None = None
@@ -241,6 +244,7 @@ class Candidate:
     num_microbatches: int
     micro_size: int
     remat: bool
+    offload: bool = False
     ring: RingNumbers | None = None
 
     @property
@@ -256,6 +260,11 @@ class Candidate:
     @property
     def schedule(self) -> type[AbstractSchedule]:
         return SCHEDULES[PRESETS[self.preset].schedule]
+
+    @property
+    def checkpointing(self) -> str:
+        """Return what activation_checkpointing is."""
+        return "always" if self.remat else "offload" if self.offload else "never"
 
     @property
     def of_each(self) -> int:
@@ -276,6 +285,7 @@ class Candidate:
             group_size=1 if self.ring is None else self.ring.group_size,
             replicas=self.replicas,
             tied=tied,
+            offloads=self.offload,
             proved=False,
         )
 
@@ -367,4 +377,5 @@ def _pipelines(problem: Problem, preset: str, replicas: int, depth: int) -> Iter
                 num_microbatches=num_microbatches,
                 micro_size=micro_size,
                 remat=remat,
+                offload=not remat and problem.disk_bytes_per_s is not None,
             )

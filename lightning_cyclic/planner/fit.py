@@ -144,7 +144,7 @@ class Fitter:
 def _numbers(candidate: Candidate) -> tuple[object, ...]:
     """Return what a plan depends on: not how large micro-batches are, nor what they keep."""
     c = candidate
-    return c.preset, c.replicas, c.num_stages, c.num_microbatches, c.ring
+    return c.preset, c.replicas, c.num_stages, c.num_microbatches, c.offload, c.ring
 
 
 def _has_one_stage_per_worker(plan: Plan) -> bool:

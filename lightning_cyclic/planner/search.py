@@ -78,6 +78,9 @@ def timed(fit: Fit, problem: Problem, *, at_any_cost: bool = False) -> RankedPla
     costs = fit.stages.costs(
         remat=fit.candidate.remat, kept=problem.states.kept, sums=problem.states.sums
     )
+    if fit.candidate.offload and problem.disk_bytes_per_s is not None:
+        away = (size / problem.disk_bytes_per_s for size in costs.activation_bytes)
+        costs = replace(costs, put_away_s=tuple(away))
     plan, runs_whole = fit.plan, fit.candidate.runs_whole_micro
     num_cells = plan.num_microbatches * plan.num_stages * plan.num_steps
     if at_any_cost or num_cells <= _MOST_SIMULATED:
@@ -324,7 +327,7 @@ class _Search:
             f"{least} ({show_bytes(least)}) or more, which {c.preset} "
             f"needs with replicas={c.replicas}, {c.num_stages} stages, {c.num_microbatches} "
             "micro-batches of "
-            f'{c.micro_size} and activation_checkpointing="{"always" if c.remat else "never"}"; '
+            f'{c.micro_size} and activation_checkpointing="{c.checkpointing}"; '
             "give workers more "
             "memory, use more workers, smaller batches, or an optimizer with less state"
         )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 100
 _BOUNDS = "too long to simulate; no step with these stages is faster, and it may be much slower"
+_DISK = "/tmp"  # of which the user knows better
 _COLUMNS = ("w x S", "micro", "remat", "step", "samples/s", "memory", "bubble", "stale")
 
 
@@ -109,7 +110,7 @@ def _row(plan: RankedPlan) -> Iterator[str]:
     yield candidate.preset
     yield f"{candidate.replicas} x {candidate.num_stages}"
     yield f"{candidate.num_microbatches} of {candidate.micro_size}"
-    yield "yes" if candidate.remat else ""
+    yield "yes" if candidate.remat else "away" if candidate.offload else ""
     yield f"{'' if plan.is_simulated else '>='}{show_seconds(plan.step_s)}"
     yield f"{'' if plan.is_simulated else '<='}{plan.samples_per_s:.4g}"
     yield show_bytes(plan.fit.memory_bytes)
@@ -178,8 +179,10 @@ def arguments_of(plan: RankedPlan) -> dict[str, Any]:
         found["num_microbatches"] = candidate.of_each
     if candidate.replicas > 1:
         found["replicas"] = candidate.replicas
-    if candidate.remat:
-        found["activation_checkpointing"] = "always"
+    if candidate.checkpointing != "never":
+        found["activation_checkpointing"] = candidate.checkpointing
+    if candidate.offload:
+        found["disk"] = _DISK
     if made.slack:
         found["slack"] = made.slack
     if candidate.runs_whole_micro and made.schedule == "cyclic":

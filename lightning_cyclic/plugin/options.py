@@ -27,7 +27,7 @@ from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.runtime.whole_step.session import auto_stages
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds
 
-Checkpointing: TypeAlias = Literal["never", "always", "except_last", "optimal"]
+Checkpointing: TypeAlias = Literal["never", "always", "except_last", "optimal", "offload"]
 ReduceDtype: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Clipping: TypeAlias = Literal["stage", "global"]
 
@@ -191,6 +191,17 @@ def _check_optimal(options: Options, plan: Plan) -> None:
         )
 
 
+def _check_disk_of_pipeline(options: Options) -> None:
+    """Refuse a folder for what stays in memory."""
+    if options.activation_checkpointing != "offload":
+        raise ConfigurationError(
+            f"disk={options.disk!r} with activation_checkpointing="
+            f"{options.activation_checkpointing!r} and preset {options.preset!r}, whose workers "
+            "keep what they have in memory; allowed: activation_checkpointing='offload', by which "
+            "activations lie there; use that, or leave disk out"
+        )
+
+
 def _check_tiers(options: Options, plan: Plan) -> None:
     """Refuse that optimizer state comes and goes where nobody knows how much of it is to."""
     if options.memory_limit_bytes is None:
@@ -268,7 +279,9 @@ class Options:
                 )
         if self.activation_checkpointing == "optimal":
             _check_optimal(self, probe)
-        if self.disk is not None or self.moves_state:
+        if self.disk is not None and is_stagewise(probe):
+            _check_disk_of_pipeline(self)
+        elif self.disk is not None or self.moves_state:
             _check_tiers(self, probe)
         if self.stages == "measured" and probe.placement not in ("pipelined", "shared"):
             raise ConfigurationError(
@@ -311,8 +324,12 @@ class Options:
     def keeps_order(self) -> bool:
         """Say whether each forward is run once, with the newest weights, as on one device."""
         is_alone = self.replicas == 1  # else each replica would change a copy of its own
-        once = self.activation_checkpointing == "never"
-        return is_alone and once and self._probe().weights == "sync"
+        return is_alone and not self.runs_again and self._probe().weights == "sync"
+
+    @property
+    def runs_again(self) -> bool:
+        """Say whether backwards run forwards again, or parts of them."""
+        return self.activation_checkpointing not in ("never", "offload")
 
     @property
     def predicts(self) -> bool:
@@ -394,6 +411,7 @@ class Options:
             tied=tied,
             slack=self.slack,
             group_size=self._group_size(workers),
+            offloads=self._offloads,
             relayed=relayed,
             relayed_until=relayed_until,
             late_updates=self.late_updates,
@@ -408,6 +426,11 @@ class Options:
                 f"Trainer(accumulate_grad_batches={plan.rounds})"
             )
         return plan
+
+    @property
+    def _offloads(self) -> bool:
+        is_asked = self.activation_checkpointing == "offload"
+        return is_asked and self.plans_placement != "replicated"  # which refuses it by name
 
     def _group_size(self, num_workers: int) -> int:
         if num_workers != self.num_workers:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, cast, final
 
+import torch
 from torch import nn
 
 from lightning_cyclic.compat import (
@@ -31,6 +34,12 @@ from lightning_cyclic.runtime.stages.evidence import Survey
 from lightning_cyclic.runtime.stages.places import CutPoints, Load
 from lightning_cyclic.runtime.stages.report import loads, report
 from lightning_cyclic.runtime.stages.survey import survey
+from lightning_cyclic.runtime.state_homes import (
+    ACTIVATIONS,
+    AbstractHome,
+    FileHome,
+    HostHome,
+)
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import link
 
@@ -106,7 +115,7 @@ class CutFinder:
             return None
         return Demands.of(
             options.plan(num_stages),
-            again=options.activation_checkpointing != "never",
+            again=options.runs_again,
             network=options.network,
             state_per_param=self.state_per_param,
         )
@@ -179,6 +188,8 @@ def make_session(
         expected_stages=plan.num_stages,
         memory_limit_bytes=options.memory_limit_bytes,
         state_per_param=finder.state_per_param or 0.0,
+        make_home=_homes(options, device),
+        timeout_s=cast("Any", trainer.strategy)._timeout.total_seconds(),
         say=rank_zero_info,
         not_state=frozenset({*vars(LightningModule()), "log"}),
         is_delayed=plan.weights != "sync",
@@ -195,6 +206,25 @@ def make_session(
         device,
         assembly,
     )
+
+
+def _homes(options: Options, device: torch.device) -> Callable[[int], AbstractHome] | None:
+    """Return what makes room for activations that are away, (bytes) -> home; None: none are.
+
+    Raises:
+        ConfigurationError: it is not said where, or of a GPU, where it is the host's memory.
+    """
+    if options.activation_checkpointing != "offload":
+        return None
+    if (device.type, options.disk is None) not in {("cpu", False), ("cuda", True)}:
+        raise ConfigurationError(
+            f"activation_checkpointing='offload' and disk={options.disk!r} with accelerator "
+            f"{device.type!r}; allowed: of CPUs a folder for what forwards leave, disk='/tmp'; of "
+            "a GPU none, as it lies in the host's memory; use that"
+        )
+    if options.disk is None:
+        return partial(HostHome, is_pinned=True)
+    return partial(FileHome, Path(options.disk), what=ACTIVATIONS)
 
 
 def split_hook(module: Any, datamodule: Any) -> SplitBatch | None:

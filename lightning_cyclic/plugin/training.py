@@ -203,7 +203,7 @@ class AbstractTraining(Hooks, ABC):
                 self._kept_by_stages, "to compare memory with the plan"
             ),
             batch_bytes=batch_bytes,
-            again=self._options.activation_checkpointing != "never",
+            again=self._options.runs_again,
             state_per_param=state_per_param(self._trainer.optimizers),
         )[self._worker]
 

@@ -46,11 +46,16 @@ def cast_of(x: Tensor) -> Cast | None:
     return Cast(p, copy)
 
 
-class _View(NamedTuple):
+class View(NamedTuple):
+    """Stand for a view of a copy that others have, too."""
+
     copy: Tensor
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+    def value(self) -> Tensor:
+        return self.copy.as_strided(self.size, self.stride, self.offset)
 
 
 class _Known(NamedTuple):
@@ -73,28 +78,24 @@ class CastCopies:
         Raises:
             StepError: the body calls torch.func or torch.vmap, which refuse such hooks.
         """
-        try:
-            with saved_tensors_hooks(self._pack, _unpack):
-                yield
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
-                raise
-            raise StepError(
-                f"the step calls a function of torch.func or torch.vmap under autocast ({error}); "
-                "allowed in pipelines: torch.func without autocast, or torch.autograd.grad; use "
-                "precision='bf16-true' or '32-true', or strategy='cyclic_dp'"
-            ) from error
+        refusing = refusing_transforms(
+            "under autocast", "torch.func without autocast, or torch.autograd.grad",
+            "precision='bf16-true' or '32-true', or strategy='cyclic_dp'",
+        )  # fmt: skip
+        with refusing, saved_tensors_hooks(self.pack, _unpack):
+            yield
 
     def forget(self) -> None:
         """Share no copy of before: parameters are about to have other values."""
         self._known.clear()
 
-    def _pack(self, x: Tensor) -> Tensor | _View:
+    def pack(self, x: Tensor) -> Tensor | View:
+        """Return what a graph is to hold of a tensor that it saves."""
         found = cast_of(x)
         if found is None:
             return x
         copy = self._copy_of(*found)
-        return _View(copy, x.shape, x.stride(), int(x.storage_offset()))
+        return View(copy, x.shape, x.stride(), int(x.storage_offset()))
 
     def _copy_of(self, p: nn.Parameter, copy: Tensor) -> Tensor:
         key = id(p), copy.dtype
@@ -110,5 +111,23 @@ class CastCopies:
         return made
 
 
-def _unpack(x: Tensor | _View) -> Tensor:
-    return x if isinstance(x, Tensor) else x.copy.as_strided(x.size, x.stride, x.offset)
+def _unpack(x: Tensor | View) -> Tensor:
+    return x if isinstance(x, Tensor) else x.value()
+
+
+@contextmanager
+def refusing_transforms(where: str, allowed: str, todo: str) -> Iterator[None]:
+    """Refuse by name what lets nobody see what autograd saves.
+
+    Raises:
+        StepError: the body calls torch.func or torch.vmap.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise StepError(
+            f"the step calls a function of torch.func or torch.vmap {where} ({error}); allowed in "
+            f"pipelines: {allowed}; use {todo}"
+        ) from error

@@ -116,7 +116,7 @@ def relief(plan: Plan, remat: str) -> str:
         'To need less memory, use one of: smaller batches, with Trainer(accumulate_grad_batches=...); more ranks.'
     """  # noqa: E501  (as it is)
     again = ["a smaller memory_limit_bytes"] if remat == "optimal" else []
-    if remat in ("never", "except_last"):
+    if remat in ("never", "except_last", "offload"):
         again = ['activation_checkpointing="always"']
     shares = plan.axes.sharding.gathers
     limits = [] if remat == "optimal" else ["memory_limit_bytes=..., by which stages are cut"]

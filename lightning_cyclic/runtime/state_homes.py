@@ -1,4 +1,4 @@
-"""Where optimizer state lies that is not in a worker's memory: in a file, or beside a GPU.
+"""Where optimizer state, or activations, lie that are not in a worker's memory.
 
     FileHome   a file without a name, for a worker on CPUs
     HostHome   memory of the host, for one on a GPU
@@ -27,6 +27,14 @@ from lightning_cyclic.runtime.buffers import span
 from lightning_cyclic.runtime.state_layout import Chunk
 
 _MOST_AT_ONCE = 1 << 30  # bytes that the system reads or writes in one call
+_STATE = (
+    "the optimizer state that does not stay in memory; use another one, or raise "
+    "memory_limit_bytes"
+)
+ACTIVATIONS = (
+    "what one forward leaves, and as much for each that waits for its backward; use another one, "
+    'or activation_checkpointing="always"'
+)
 
 
 class AbstractHome(ABC):
@@ -73,14 +81,15 @@ class FileHome(AbstractHome):
     Args:
         folder: for the file; it is made if need be.
         num_bytes: of all.
+        what: they are, and what else could be done.
 
     Raises:
         ConfigurationError: there is no room for it.
     """
 
-    def __init__(self, folder: Path, num_bytes: int) -> None:
+    def __init__(self, folder: Path, num_bytes: int, what: str = _STATE) -> None:
         self.name = f"the folder disk={str(folder)!r}"
-        self._file = _file_of(folder, num_bytes)
+        self._file = _file_of(folder, num_bytes, what)
         # not before: a lane may still be at work, and numbers of files are given again
         weakref.finalize(self, os.close, self._file)
         # the system brings what is read of it, and drops it again
@@ -128,7 +137,7 @@ class HostHome(AbstractHome):
         self._data[begin : begin + len(room)].copy_(room, non_blocking=True)
 
 
-def _file_of(folder: Path, num_bytes: int) -> int:
+def _file_of(folder: Path, num_bytes: int, what: str) -> int:
     """Make a file without a name that has all its room."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,6 +149,5 @@ def _file_of(folder: Path, num_bytes: int) -> int:
         free = f", which has {shutil.disk_usage(folder).free} free" if folder.is_dir() else ""
         raise ConfigurationError(
             f"disk={str(folder)!r}{free}: {error}; allowed: a folder that can be written, with "
-            f"{num_bytes} bytes free, the optimizer state that does not stay in memory; use "
-            "another one, or raise memory_limit_bytes"
+            f"{num_bytes} bytes free, {what}"
         ) from error

@@ -84,7 +84,7 @@ class LaneThread(Generic[T]):
             if not self._over.wait_for(lambda: self.num_over >= number, limit_s):
                 raise WaitTimeoutError(
                     f"{self.name} has not ended what it does for {limit_s:g} s: it reads or "
-                    "writes optimizer state in the folder disk=...; look at that disk, use "
+                    "writes what leaves memory, in the folder disk=...; look at that disk, use "
                     "another folder, or raise timeout"
                 )
         self.check()

@@ -19,7 +19,8 @@ FIRST_HALF = 0.5  # of a backward that is split: one of those products is for th
 
 
 _NONE_BY_DEFAULT = (
-    "update_s", "moved_s", "cut_bytes", "buffer_bytes", "tied_bytes", "activation_bytes",
+    "update_s", "moved_s", "put_away_s", "cut_bytes", "buffer_bytes", "tied_bytes",
+    "activation_bytes",
 )  # fmt: skip
 
 
@@ -97,6 +98,8 @@ class Costs:
         update_s: seconds of one optimizer step; none by default.
         moved_s: seconds in which optimizer state that leaves memory is copied, one way; none by
             default.
+        put_away_s: seconds in which what the forward of one micro-batch leaves is copied, one
+            way, where it leaves memory; none by default.
         cut_bytes: bytes of the activations that enter the stage, for one micro-batch; of stage
             0, of the batch, which is not sent.
         buffer_bytes: bytes of the buffers that are relayed (BatchNorm statistics).
@@ -113,6 +116,7 @@ class Costs:
     param_bytes: tuple[float, ...]
     update_s: tuple[float, ...] = ()
     moved_s: tuple[float, ...] = ()
+    put_away_s: tuple[float, ...] = ()
     cut_bytes: tuple[float, ...] = ()
     buffer_bytes: tuple[float, ...] = ()
     tied_bytes: tuple[float, ...] = ()
@@ -180,7 +184,8 @@ class Costs:
         if action.kind is Kind.W:
             return self.backward_s[action.j] * (1 - FIRST_HALF)
         if action.kind in (Kind.FETCH, Kind.EVICT):
-            return self.moved_s[action.j]
+            of_graph = action.payload is Payload.A
+            return (self.put_away_s if of_graph else self.moved_s)[action.j]
         return self.update_s[action.j] if action.kind is Kind.UPDATE else 0.0
 
     def message_bytes(self, action: Action) -> float:

@@ -8,7 +8,8 @@ What a worker keeps, and from when to when:
     gradients     what backwards leave, until it is added, sent or used
     optimizer     the state of each stage that the worker updates
     index         where the kept elements are of each stage that it runs, if others are pruned
-    activations   of a micro-batch, from F to B; with rematerialisation during F and during B
+    activations   of a micro-batch, from F to B; with rematerialisation during F and during B; not
+                  while they are away
     inputs        what F received or was given, until B: A messages, and the batch
     returns       the gradient of its outputs that B receives: G messages
     in_flight     buffers of sums that wait to come, are added to, or have not left yet
@@ -56,7 +57,7 @@ from lightning_cyclic.plan.actions import (
     Payload,
     Program,
 )
-from lightning_cyclic.plan.dataflow import activations, peak, versions
+from lightning_cyclic.plan.dataflow import absences, activations, peak, versions
 from lightning_cyclic.plan.lower import computed
 from lightning_cyclic.plan.passes.updates import calls
 from lightning_cyclic.plan.roles import adder, source_of_sum
@@ -413,13 +414,18 @@ def _activations(plan: Plan, program: Program, w: int, remat: bool) -> Iterator[
     """Yield what forwards leave, and inputs.
 
     What the stage before left on the same worker is among its activations, and an input of its
-    own only where these are not kept.
+    own only where these are not kept, or may be away while two graphs hold it.
     """
+    away = absences(program)
     for a, begin, half, end in activations(program):
+        leaves, comes = away.get((a.t, a.i, a.j), (begin, begin))
+        if leaves < comes:
+            yield Span("activations", a.j, begin, leaves)
         if remat:  # while the forward runs, and from when it runs again
             yield Span("activations", a.j, begin, begin + 1)
-        yield Span("activations", a.j, half if remat else begin, max(end, half + remat))
-        if remat or a.j == 0 or plan.worker_of(a.i or 0, a.j - 1, a.t) != w:
+        yield Span("activations", a.j, half if remat else comes, max(end, half + remat))
+        is_apart = remat or plan.offloads
+        if is_apart or a.j == 0 or plan.worker_of(a.i or 0, a.j - 1, a.t) != w:
             yield Span("inputs", a.j, begin, end)
 
 

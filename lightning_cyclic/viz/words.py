@@ -54,7 +54,7 @@ def title(a: Action) -> str:
     """
     if a.payload is None:
         what = _DONE[a.kind]
-    elif a.payload is Payload.O:
+    elif a.kind in _MOVED:
         what = f"{_MOVED[a.kind]} {CARRIED[a.payload]}"
     elif a.kind is Kind.SEND:
         what = f"send {CARRIED[a.payload]}"

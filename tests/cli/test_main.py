@@ -73,6 +73,9 @@ def test_draw_memory(capsys, tmp_path):
     assert f"w0: 25 kB at most, in slot 1: {kept}\n" in out
     _, less, _ = run(capsys, *given.split(), "--cut-bytes", "500", "--remat", "--state", "0")
     assert "w0: 13 kB at most" in less
+    four = given.replace("--workers 2", "--workers 4 --num-microbatches 8")
+    _, less, _ = run(capsys, *four.split(), "--offload")
+    assert "w0: 17 kB at most, in slot 3: activations 15 kB" in less  # of three micro-batches
     path = tmp_path / "kept.svg"
     assert run(capsys, *given.split(), "--out", str(path)) == (0, f"wrote {path}\n", "")
     assert "the most that the plan counts" in path.read_text()
@@ -193,6 +196,8 @@ def test_simulate_knows_hosts_of_several_workers(capsys):
         ("draw 1f1b --workers 2 --memory --out x.json", ["'x.json'", "allowed: .svg, .png;"]),
         ("draw 1f1b --workers 2 --memory --from 99", ["slot 99", "slots below 12"]),
         ("draw 1f1b --workers 2 --state 1 --remat", ["--state, --remat of", "add --memory"]),
+        ("draw 1f1b --workers 2 --offload", ["--offload of", "add --memory"]),
+        ("simulate cyclic_dp --workers 2 --offload", ["'replicated'", "use offloads=False"]),
         ("draw 1f1b --workers 99 --out x.svg", ["99 workers", "up to 32 workers", "fewer steps"]),
         (
             "draw pipedream_2bw --workers 4 --num-microbatches 2",

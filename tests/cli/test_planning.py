@@ -45,6 +45,23 @@ def test_all_options(capsys, file):
     assert {worker["optimizer"] for plan in plans for worker in plan["memory"]} == {0}
 
 
+def test_activations_on_a_disk(capsys, file):
+    given = "--workers", "4", "--memory", "100MB", "--batch", "64", "--preset", "gpipe", "--json"
+    plans = {}
+    for how in ("never", "offload"):
+        _, out, _ = run(capsys, "plan", file, *given, "--activation-checkpointing", how)
+        plans[how] = next(x for x in json.loads(out) if x["replicas"] == 1)
+    never, away = plans.values()
+    assert 'activation_checkpointing="offload", disk="/tmp")' in away["strategy"]
+    kept = [max(w["activations"] for w in plan["memory"]) for plan in (never, away)]
+    assert kept[1] * 16 == kept[0] * 3  # three of sixteen micro-batches
+    assert away["step_s"] >= never["step_s"]
+    slow = "--activation-checkpointing", "offload", "--disk-bandwidth", "1kB/s"
+    _, out, _ = run(capsys, "plan", file, *given, *slow)
+    slower = next(x for x in json.loads(out) if x["replicas"] == 1)
+    assert slower["step_s"] > away["step_s"]
+
+
 def test_profiles_of_several_sizes(capsys, file, tmp_path):
     (tmp_path / "more.json").write_text(to_json([replace(profile(), micro_size=8)]))
     arguments = "--workers", "1", "--memory", "1GB", "--batch", "8", "--json"

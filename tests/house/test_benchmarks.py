@@ -80,6 +80,7 @@ SPARSE = ["bf16-mixed", "bf16-true", "compressed"]
             ["at once", "accumulate", "torch 1f1b", "loop zb_h1"], marks=ONE_MORE,
         ),
         pytest.param("sparse_states", SPARSE, marks=ONE_MORE),
+        pytest.param("activations", ["never", "always", "offload"], marks=ONE_MORE),
         pytest.param("sparse_states --workers 2 --rate 1gbit", SPARSE, marks=ON_LINKS),
         pytest.param("replicated --case net --only '2 workers, 1gb'", REPLICATED, marks=ON_LINKS),
         pytest.param("sharding --case late --only '2 workers'", SHARDED, marks=ON_LINKS),

@@ -17,7 +17,7 @@ def actions(draw):
     payload = draw(st.sampled_from(Payload)) if is_message else None
     if payload is Payload.O or kind in (Kind.FETCH, Kind.EVICT):  # which no message carries
         kind, is_message = draw(st.sampled_from([Kind.FETCH, Kind.EVICT, Kind.FREE])), False
-        payload = Payload.O
+        payload = draw(st.sampled_from([Payload.A, Payload.O]))
     what = payload or kind
     has_micro = what in (
         *COMPUTE, Kind.ADD, Payload.A, Payload.G, Payload.S, Payload.H, Payload.R, Payload.W

@@ -79,6 +79,8 @@ PIPELINE = partial(PipelineStrategy, "1f1b")
         (PIPELINE, {"activation_checkpointing": True}, "checkpointing=True", "never", "use "),
         (PIPELINE, {"activation_checkpointing": "optimal"}, "without memory_limit_bytes",
          "a number of bytes", "use memory_limit_bytes="),
+        (PIPELINE, {"disk": "/tmp"}, "disk='/tmp' with activation_checkpointing='never'",
+         "'offload'", "leave disk out"),
         (PipelineStrategy, {"preset": "spectrain", "memory_limit_bytes": 9,
          "activation_checkpointing": "optimal"}, "'spectrain', whose predicted", "rules that",
          "use activation_checkpointing='always'"),
@@ -671,11 +673,17 @@ def test_a_change_of_a_view_that_was_not_seen_before(
     replace(given, num_ranks=num_ranks).check()
 
 
+AWAY = {"activation_checkpointing": "offload", "disk": "/tmp"}
+
+
 @pytest.mark.multi
-def test_a_change_of_what_an_earlier_stage_on_the_same_worker_keeps() -> None:
+@pytest.mark.parametrize("options", [{}, AWAY | {"preset": "gpipe", "num_microbatches": 4}])
+def test_a_change_of_what_an_earlier_stage_on_the_same_worker_keeps(
+    options: dict[str, Any],
+) -> None:
     says = "modified by an inplace operation"
     one_refuses(
-        m.EditsSaved, "RuntimeError", says, strategy=pipeline("layers.2"), num_ranks=1
+        m.EditsSaved, "RuntimeError", says, strategy=pipeline("layers.2") | options, num_ranks=1
     ).check()
 
 

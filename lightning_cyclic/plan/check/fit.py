@@ -25,6 +25,7 @@ def check_fit(plan: Plan) -> None:
         )
     _check_norms(plan)
     _check_groups(plan)
+    _check_offloads(plan)
     if problem := placement.misfit() or schedule.misfit():
         raise PlanError(problem)
     fitting = schedules_of(plan.placement)
@@ -143,6 +144,16 @@ def _check_groups(plan: Plan) -> None:
             "go from all micro-batches of a worker to those of the next, so that the workers of "
             "a group would wait for each other; allowed with them: one micro-batch of each "
             "worker per step; use accumulate_grad_batches=1, or group_size=1"
+        )
+
+
+def _check_offloads(plan: Plan) -> None:
+    """Refuse graphs that leave memory where the user's step runs at once."""
+    if plan.offloads and plan.axes.placement.runs_whole_micro:
+        raise PlanError(
+            f"offloads=True with placement {plan.placement!r}, whose workers run whole "
+            "micro-batches, one backward right behind its forward; allowed: workers that run "
+            "single stages; use offloads=False, or preset='1f1b'"
         )
 
 

@@ -40,7 +40,7 @@ from lightning_cyclic.plan.roles import version_readers
 # what would be alive for ever behind a flush
 _ARE_TAKEN = frozenset({
     Datum.INPUT, Datum.GRAPH, Datum.WORK, Datum.OUTPUT_GRADIENT, Datum.TIED_GRADIENT, Datum.SUM,
-    Datum.STATE, Datum.NEW_STATE,
+    Datum.STATE, Datum.NEW_STATE, Datum.GRAPH_COPY,
 })  # fmt: skip
 _WITHOUT_FORM = frozenset({Payload.K, Payload.X})
 

@@ -18,6 +18,7 @@ from lightning_cyclic.runtime.partial_step.micro_batches import SplitBatch
 from lightning_cyclic.runtime.partial_step.packets import Outcome
 from lightning_cyclic.runtime.predict import Guess
 from lightning_cyclic.runtime.stages.cuts import Cuts
+from lightning_cyclic.runtime.state_homes import AbstractHome
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 Apply = Callable[[int, int], None]  # (step, stage): clip and optimize; gradients are in p.grad
@@ -50,6 +51,8 @@ class StagewiseConfig:
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
         state_per_param: bytes of optimizer state per byte of parameters.
+        make_home: (bytes) -> where what forwards save lies meanwhile. [in memory]
+        timeout_s: limit of waits for that, in seconds.
         verify: how many of the first steps are compared with the plain one.
         is_one_stage: whether one worker has all of the module, so that nobody waits for it: a step
             may return no loss then, and a batch that cannot be cut is one micro-batch.
@@ -81,9 +84,12 @@ class StagewiseConfig:
     sums: SumDtypes = AS_MADE
     verify: int = 0
     state_per_param: float = 0.0
+    make_home: Callable[[int], AbstractHome] | None = None
+    timeout_s: float = 1800.0
 
 
 _EVALUATES = frozenset({Kind.F, Kind.TELL, Payload.D, Payload.A, Payload.L})
+_MOVE = frozenset({Kind.EVICT, Kind.FREE, Kind.FETCH})  # what an evaluation does not keep
 
 
 @final
@@ -115,7 +121,9 @@ class Plans:
         """Return the forward of one batch that is not cut."""
         if self._evaluation is None:
             actions = [*program_of(self.of(1)).first(1)[worker], *self._told_besides(worker)]
-            self._evaluation = [a for a in actions if (a.payload or a.kind) in _EVALUATES]
+            self._evaluation = [
+                a for a in actions if (a.payload or a.kind) in _EVALUATES and a.kind not in _MOVE
+            ]
         return [replace(a, t=t) for a in self._evaluation]
 
     def _told_besides(self, worker: int) -> list[Action]:

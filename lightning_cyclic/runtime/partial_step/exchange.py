@@ -141,15 +141,20 @@ class Exchange:
         return give(self, a)
 
     def free(self, a: Action) -> None:
-        """Have been proved not to be asked: stages of a pipeline are where they are run."""
+        """Drop what a forward has left; weights of a pipeline are where they are used."""
+        if self._step.graphs is not None:
+            self._step.graphs.free(a)
 
     def move(self, a: Action) -> None:
-        """Have been proved not to be asked: so is their optimizer state."""
+        if self._step.graphs is not None:
+            self._step.graphs.move(a)
 
     def hold(self, a: Action) -> None:
-        """Have no lanes."""
+        if self._step.graphs is not None:
+            self._step.graphs.hold(a)
 
-    let_go = hold
+    def let_go(self, a: Action) -> None:
+        """Have no lanes that send."""
 
     def take(self, a: Action, message: Message) -> None:
         assert a.payload is not None

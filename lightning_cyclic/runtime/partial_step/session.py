@@ -19,8 +19,9 @@ from typing_extensions import override
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan, program_of
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
+from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.failure_words import Waiter
@@ -33,6 +34,7 @@ from lightning_cyclic.runtime.partial_step.collectives import Collectives, rank_
 from lightning_cyclic.runtime.partial_step.conclusions import Conclusions
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.exchange import Exchange
+from lightning_cyclic.runtime.partial_step.graph_tier import GraphTier, words_of_moves
 from lightning_cyclic.runtime.partial_step.micro_batches import noted, whole_share, words_for
 from lightning_cyclic.runtime.partial_step.module_state import ModuleState
 from lightning_cyclic.runtime.partial_step.own_stages import OwnStages
@@ -223,7 +225,8 @@ class StagewiseSession(AbstractSession):
         self._exchange = Exchange(own, self._step, self.updates, self.batches)
         self._worker = Worker(
             own.program.flow(self.worker), self._messages, self._exchange, self._exchange,
-            self.updates, self.flight,
+            self.updates, self.flight, [] if self._step.graphs is None else [Lane.TIERS],
+            lambda: self.config.timeout_s * 1.1 + 1,
         )  # fmt: skip
         self.updates.worker = self._worker
         for j in range(plan.num_stages):
@@ -245,6 +248,8 @@ class StagewiseSession(AbstractSession):
         step.say = config.say
         if config.remat == "optimal":
             step.schedules = UnitSchedules(self.module, own.cuts, own.rooms(), config.say)
+        if own.plan.offloads:
+            step.graphs = self._make_graph_tier(own)
         step.held = self._held = generators_of(self.module, config.not_state)
         if config.is_under_autocast and not (versions is not None and versions.overwrites):
             step.casts = CastCopies()  # else copies have no one value
@@ -259,6 +264,15 @@ class StagewiseSession(AbstractSession):
             here = ownership.here().items()
             self._weights = {**{n: p for n, p in here if n not in own.cuts.written}, **still}
         return step
+
+    def _make_graph_tier(self, own: OwnStages) -> GraphTier:
+        assert self.config.make_home is not None
+        self.config.say(words_of_moves(own.program))
+
+        def buffers() -> Iterator[Tensor]:
+            return (b for b in self.module.buffers() if not is_absent(b))
+
+        return GraphTier(self.config.make_home, self.device, buffers)
 
     def _make_plain_step(self, cuts: Cuts) -> PlainStep:
         assert self.router is not None
@@ -393,6 +407,8 @@ class StagewiseSession(AbstractSession):
 
     def _run(self, actions: Sequence[Action]) -> None:
         assert self.router is not None
+        if self._step.graphs is not None:
+            self._step.graphs.expect(actions)
         undone = undisturbed(self.device, self._held)
         with undone, self.own.foreign.running(), self.router.open():
             self._worker.run(actions)
@@ -507,6 +523,8 @@ class StagewiseSession(AbstractSession):
         if self.failed:
             self._own.ownership.give_up()
         self._messages.close()
+        if hasattr(self, "_worker"):
+            self._worker.close()
         if self.transport is not None:
             self._line.close()
 

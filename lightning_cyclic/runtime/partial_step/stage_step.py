@@ -37,6 +37,7 @@ from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.evidence import Notes
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
+from lightning_cyclic.runtime.partial_step.graph_tier import GraphTier
 from lightning_cyclic.runtime.partial_step.losses import check_loss, loss_of
 from lightning_cyclic.runtime.partial_step.micro_batches import BatchReads, noted, noting
 from lightning_cyclic.runtime.partial_step.module_state import ModuleState, Seen, Visit
@@ -114,6 +115,7 @@ class StageStep:
     still: Mapping[str, Tensor] = MappingProxyType({})  # buffers that it watches, too
     say: Callable[[str], None] = print
     schedules: UnitSchedules | None = None  # of what is run again, unit by unit
+    graphs: GraphTier | None = None  # if what they save leaves memory meanwhile
 
     def __init__(
         self,
@@ -193,10 +195,10 @@ class StageStep:
         again = self._training and (looks or self._is_run_again(a))
         passage = Passage(take_packet, self._lessons.get(micro.family), copied=again)
         visit = self._state.begin(a.j, runs_again=again)
-        if not (again or self._versions or self.casts or follower):  # which costs nothing
+        saving = _discard() if again else self._saving(a)
+        if saving is _NOTHING and not (self._versions or follower):  # which costs nothing
             run, output = self._pass(a, micro, passage, visit, cell)
         else:
-            saving = _discard() if again else self.casts.shared() if self.casts else _NOTHING
             following = self._router.followed(follower) if follower else _NOTHING
             with saving, self._showing(a, cell), following:
                 run, output = self._pass(a, micro, passage, visit, cell)
@@ -209,6 +211,12 @@ class StageStep:
             inputs = sum(x.nbytes for h, x in passage.packet.tensors.items())
             self.schedules.learn(a.j, micro.kind, follower, inputs)
         return gone
+
+    def _saving(self, a: Action) -> AbstractContextManager[None]:
+        """Return what looks after what autograd saves in a forward."""
+        if self.graphs is not None and self._training and self.graphs.moves(a):
+            return self.graphs.saving(a, self.casts)
+        return self.casts.shared() if self.casts else _NOTHING
 
     def _follower(self, a: Action, micro: Micro, cell: _Cell) -> Follower | None:
         """Return what follows the units of a stage of which some are run again."""
@@ -394,6 +402,8 @@ class StageStep:
         """
         assert a.i is not None
         cell = self._cells.pop((a.t, a.i, a.j))
+        if self.graphs is not None:
+            self.graphs.take(a)
         if a.kind is Kind.I:
             self._put_off[a.t, a.i, a.j] = cell
         if cell.again is None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,21 +17,24 @@ CUTS = Cuts(
 )  # fmt: skip
 
 
-def plans_of(preset: str, *, num_workers: int = 2, replicas: int = 1) -> Plans:
+def plans_of(
+    preset: str, *, num_workers: int = 2, replicas: int = 1, offloads: bool = False,
+    cuts: Cuts = CUTS,
+) -> Plans:  # fmt: skip
     def planned(num_stages: int, num_microbatches: int, tied: Any, relayed: Any) -> Plan:
         numbers = {"replicas": replicas} if replicas > 1 else {}
         return make_plan(
             preset, num_stages=num_stages, num_workers=num_workers,
             num_microbatches=num_microbatches,
-            tied=tied, relayed=relayed, **numbers,
+            tied=tied, relayed=relayed, offloads=offloads, **numbers,
         )  # fmt: skip
 
     config = StagewiseConfig(
-        make_plan=planned, find_cuts=lambda module, step: CUTS, num_microbatches=4,
+        make_plan=planned, find_cuts=lambda module, step: cuts, num_microbatches=4,
         replicas=replicas,
         remat="never", seed=0,
     )  # fmt: skip
-    return Plans(config, CUTS, num_workers)
+    return Plans(config, cuts, num_workers)
 
 
 def computed(actions: Iterable[Action]) -> list[tuple[Kind, int, int | None]]:
@@ -54,6 +58,15 @@ def test_a_batch_of_evaluation_goes_forward_alone(preset: str, worker: int) -> N
         assert messages == {Payload.D, Payload.A, Payload.L}
         assert [a.kind for a in forward].count(Kind.TELL) == 1
         assert all(a.t == t for a in forward)
+
+
+@pytest.mark.parametrize("preset", ["gpipe", "pipedream_2bw"])
+def test_a_batch_of_evaluation_leaves_nothing_that_would_be_away(preset: str) -> None:
+    cuts = replace(CUTS, starts=("b", "c"), parameters=(("a",), ("b",), ("c",)), buffers=((),) * 3)
+    plans = plans_of(preset, num_workers=1, offloads=True, cuts=cuts)
+    moves = Kind.EVICT, Kind.FREE, Kind.FETCH
+    assert any(a.kind in moves for a in program_of(plans.of(1)).first(2)[0])
+    assert not [a for a in plans.evaluation(0, -1) if a.kind in moves]
 
 
 def test_workers_without_a_part_in_an_evaluation_are_told_what_came_out() -> None:
