@@ -298,7 +298,8 @@ def _fewer(plan: Plan) -> dict[str, Any]:
     )  # first, last and one between: replicas differ in nothing else
     size = min(plan.group_size, 3)  # the same of groups
     of_each = plan.num_microbatches // plan.replicas // plan.rounds // plan.group_size
-    scale = Fraction(8, max(plan.num_stages, of_each))
+    most = 8 if plan.local is None else 4  # whose period has steps for each stage
+    scale = Fraction(most, max(plan.num_stages, of_each))
     num_stages = max(min(plan.num_stages, 2), round(plan.num_stages * scale))
     num_microbatches = min(of_each, max(num_stages, round(of_each * scale))) * replicas
     if plan.axes.weights.per_micro:

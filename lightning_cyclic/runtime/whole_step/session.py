@@ -524,8 +524,9 @@ class Session(AbstractSession):
         until = tuple(stages.stages[j].buffers_final_after for j in stages.relayed)
         if self._config.accumulates:  # forwards of the last batch begin when all of the first end
             until = (len(stages.stages) - 1,) * len(until)
-        relayed = () if self._is_local else stages.relayed
-        until = until if relayed else ()
+        relayed = stages.relayed
+        if self._is_local:
+            relayed = until = ()
         return self._config.make_plan(len(stages.stages), relayed, until, self._rounds)
 
     def _aside(self) -> AbstractContextManager[None]:
