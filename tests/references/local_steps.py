@@ -25,6 +25,8 @@ class LocalReference:
         every: steps of a period.
         lr: of the outer weights; so is momentum.
         clip: norm to which each worker clips its gradients. [they are not]
+        accumulate: batches of a step.
+        frozen: what parameters begin with that are not trained before a step, and that step.
     """
 
     n: int
@@ -34,13 +36,15 @@ class LocalReference:
     lr: float = 0.7
     momentum: float = 0.9
     clip: float | None = None
+    accumulate: int = 1
+    frozen: tuple[str, int] = ("", 0)
 
     def run(self, module: Classifier, stage_of: dict[str, int]) -> LocalReference:
         """Train copies of a module; the reference has losses by worker, and outer weights."""
         torch.set_num_threads(1)
         workers = [copy.deepcopy(module) for _ in range(self.n)]
         optimizers = [worker.configure_optimizers() for worker in workers]
-        data = MicroBatches(module.kind, self.num_steps * self.n)
+        data = MicroBatches(module.kind, self.num_steps * self.accumulate * self.n)
         outer = {n: nn.Parameter(p.detach().clone()) for n, p in module.named_parameters()}
         nesterov = self.momentum > 0
         by_all = torch.optim.SGD(
@@ -50,7 +54,11 @@ class LocalReference:
         self.outer: list[dict[str, Tensor]] = []  # behind each step
         for t in range(self.num_steps):
             for i, worker in enumerate(workers):
-                self.losses[i].append(self._step(worker, optimizers[i], data[t * self.n + i], t))
+                for name, p in worker.named_parameters():
+                    p.requires_grad_(not name.startswith(self.frozen[0]) or t >= self.frozen[1])
+                first = t * self.accumulate
+                batches = [data[k * self.n + i] for k in range(first, first + self.accumulate)]
+                self.losses[i] += self._step(worker, optimizers[i], batches)
             stages = self.moments.get(t % self.every, [])
             met = [n for n, j in stage_of.items() if j in stages]
             for name in met:
@@ -68,14 +76,15 @@ class LocalReference:
         self.buffers = [{n: x.clone() for n, x in w.named_buffers()} for w in workers]
         return self
 
-    def _step(self, worker: Classifier, made: Any, batch: Any, t: int) -> float:
+    def _step(self, worker: Classifier, made: Any, batches: list[Any]) -> list[float]:
         parts = made if isinstance(made, dict) else {"optimizer": made}
         parts["optimizer"].zero_grad()
-        loss = worker.loss(batch, t)
-        loss.backward()
+        losses = [worker.loss(batch, 0) for batch in batches]
+        for loss in losses:
+            (loss / self.accumulate).backward()
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(worker.parameters(), self.clip)
         parts["optimizer"].step()
         if "lr_scheduler" in parts:
             parts["lr_scheduler"]["scheduler"].step()
-        return float(loss.detach())
+        return [float(loss.detach()) for loss in losses]

@@ -117,6 +117,33 @@ def test_each_worker_clips_its_own_gradients() -> None:
     assert_is(ranks, expected("every 4", 2, ranks[0].stage_of, clip=0.1))
 
 
+def test_batches_are_added_up_to_a_step() -> None:
+    ranks = fit(RULES["every 4"][0], 2, accumulate_grad_batches=2)
+    reference = LocalReference(
+        n=2, num_steps=NUM_STEPS // 2, every=4, moments=RULES["every 4"][1], accumulate=2
+    )
+    assert_is(ranks, reference.run(MAKE(), ranks[0].stage_of))
+
+
+class Thawing(Callback):
+    """Train the first layer from some step on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.net[0].requires_grad_(trainer.global_step >= self.step)
+
+
+def test_what_is_unfrozen_within_a_period_leaves_no_weights_behind() -> None:
+    ranks = fit(RULES["every 4"][0], 2, callbacks=[Thawing(2)])
+    reference = LocalReference(
+        n=2, num_steps=NUM_STEPS, every=4, moments=RULES["every 4"][1], frozen=("net.0.", 2)
+    )
+    stage_of = ranks[0].stage_of
+    assert_is(ranks, reference.run(MAKE(), stage_of))
+
+
 def test_validation_looks_at_outer_weights_and_changes_nothing() -> None:
     valid = partial(micro_batches, "vectors", 1, 1)
     ranks = fit(RULES["every 3"][0], 2, valid=valid, val_check_interval=1)

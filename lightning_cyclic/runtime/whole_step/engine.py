@@ -300,8 +300,6 @@ class Engine:
 
     def _begin(self, *, starts: bool) -> None:
         self._shown.free_all()  # what a flush has brought
-        if self._local is not None:
-            self._local.show_own(self.t)
         program = program_of(self.plan)
         self._actions = program.step(self._w, self.t, ended=self._ended, starts=starts)
         self._at, self._entered, self._round = 0, -1, 0

@@ -116,15 +116,10 @@ class LocalWeights:
                 for p in self._stores[j].parameters:
                     self._outer[p].copy_(p.detach())
 
-    # ------------------------------------------------------------------ what is shown
-
     def show_outer(self) -> None:
+        """Let the module have the outer weights, until the next forward enters its stages."""
         for store in self._stores:
             store.show_other([self._outer[p] for p in store.parameters])
-
-    def show_own(self, t: int) -> None:
-        for store in self._stores:
-            store.show(t)
 
     # ------------------------------------------------------------------ where to go on
 
