@@ -26,7 +26,7 @@ class LocalReference:
         lr: of the outer weights; so is momentum.
         clip: norm to which each worker clips its gradients. [they are not]
         accumulate: batches of a step.
-        frozen: what parameters begin with that are not trained before a step, and that step.
+        frozen: what parameters begin with that are not trained from a step on, up to another.
     """
 
     n: int
@@ -37,7 +37,7 @@ class LocalReference:
     momentum: float = 0.9
     clip: float | None = None
     accumulate: int = 1
-    frozen: tuple[str, int] = ("", 0)
+    frozen: tuple[str, int, int] = ("", 0, 0)
 
     def run(self, module: Classifier, stage_of: dict[str, int]) -> LocalReference:
         """Train copies of a module; the reference has losses by worker, and outer weights."""
@@ -55,13 +55,13 @@ class LocalReference:
         for t in range(self.num_steps):
             for i, worker in enumerate(workers):
                 for name, p in worker.named_parameters():
-                    p.requires_grad_(not name.startswith(self.frozen[0]) or t >= self.frozen[1])
+                    p.requires_grad_(not self._is_frozen(name, t))
                 first = t * self.accumulate
                 batches = [data[k * self.n + i] for k in range(first, first + self.accumulate)]
                 self.losses[i] += self._step(worker, optimizers[i], batches)
             stages = self.moments.get(t % self.every, [])
             met = [n for n, j in stage_of.items() if j in stages]
-            for name in met:
+            for name in (n for n in met if not self._is_frozen(n, t)):
                 own = [dict(worker.named_parameters())[name].detach() for worker in workers]
                 total = outer[name].detach() - own[0]
                 for x in own[1:]:
@@ -75,6 +75,10 @@ class LocalReference:
             self.outer.append({n: p.detach().clone() for n, p in outer.items()})
         self.buffers = [{n: x.clone() for n, x in w.named_buffers()} for w in workers]
         return self
+
+    def _is_frozen(self, name: str, t: int) -> bool:
+        prefix, first, end = self.frozen
+        return first <= t < end and name.startswith(prefix)
 
     def _step(self, worker: Classifier, made: Any, batches: list[Any]) -> list[float]:
         parts = made if isinstance(made, dict) else {"optimizer": made}

@@ -125,23 +125,25 @@ def test_batches_are_added_up_to_a_step() -> None:
     assert_is(ranks, reference.run(MAKE(), ranks[0].stage_of))
 
 
-class Thawing(Callback):
-    """Train the first layer from some step on."""
+class Freezing(Callback):
+    """Train the first layer, but in some steps."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, first: int, end: int) -> None:
+        self.steps = range(first, end)
 
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-        module.net[0].requires_grad_(trainer.global_step >= self.step)
+        module.net[0].requires_grad_(trainer.global_step not in self.steps)
 
 
-def test_what_is_unfrozen_within_a_period_leaves_no_weights_behind() -> None:
-    ranks = fit(RULES["every 4"][0], 2, callbacks=[Thawing(2)])
+@pytest.mark.parametrize("steps", [(0, 2), (6, NUM_STEPS)])
+def test_what_is_frozen_within_a_period_goes_back_to_the_outer_weights(
+    steps: tuple[int, int],
+) -> None:
+    ranks = fit(RULES["every 4"][0], 2, callbacks=[Freezing(*steps)])
     reference = LocalReference(
-        n=2, num_steps=NUM_STEPS, every=4, moments=RULES["every 4"][1], frozen=("net.0.", 2)
+        n=2, num_steps=NUM_STEPS, every=4, moments=RULES["every 4"][1], frozen=("net.0.", *steps)
     )
-    stage_of = ranks[0].stage_of
-    assert_is(ranks, reference.run(MAKE(), stage_of))
+    assert_is(ranks, reference.run(MAKE(), ranks[0].stage_of))
 
 
 def test_validation_looks_at_outer_weights_and_changes_nothing() -> None:

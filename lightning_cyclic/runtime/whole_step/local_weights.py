@@ -105,6 +105,8 @@ class LocalWeights:
                 master.grad = p.grad.to(master.dtype) / self._plan.num_workers
             if pairs:
                 self._optimizers[j].step()
+            for p in self._stores[j].parameters:  # those that are frozen since go back
+                p.data.copy_(self._outer[p])
             for master, p in pairs:
                 master.grad = None
                 p.data.copy_(master.detach())

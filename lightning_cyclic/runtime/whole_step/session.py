@@ -121,6 +121,7 @@ class Session(AbstractSession):
         self._trained = dict(parameters)
         self._config = config
         self._probe = config.make_plan(1, (), (), 1)  # what does not depend on the stages
+        self._is_local = self._probe.axes.weights.is_local  # weights, and buffers, of its own
         # an owner adds up gradients of what is trained when a step begins, and of nothing else
         may_freeze = not self._probe.axes.sharding.gathers
         self._watch = WeightWatch(worker, may_freeze=may_freeze, buffer_changed=_not_relayed)
@@ -146,11 +147,6 @@ class Session(AbstractSession):
     def looks_first(self) -> bool:
         """Say whether stages are found before the first step, and not in it."""
         return self.is_apart or self._config.tiers is not None or self._is_local
-
-    @property
-    def _is_local(self) -> bool:
-        """Say whether each worker trains weights, and changes buffers, of its own."""
-        return self._probe.axes.weights.is_local
 
     @property
     def t(self) -> int:
