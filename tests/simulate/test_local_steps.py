@@ -57,7 +57,7 @@ def test_what_an_exchange_takes_is_spread_over_its_period() -> None:
 def test_outer_weights_and_all_optimizer_state_are_counted() -> None:
     size = 4e6
     sync = make_plan("lockstep_dp", num_stages=4, num_workers=2, sharding="none")
-    own = memory(plan_of("diloco", 2, num_workers=2), COSTS, state_per_param=2)
+    own = memory(plan_of("diloco", 1, num_workers=2), COSTS, state_per_param=2)
     for local, plain in zip(own, memory(sync, COSTS, state_per_param=2), strict=True):
         assert local.versions == plain.versions + size
     assert [x.optimizer for x in own] == [2 * size, 3 * size]  # the owner's has a momentum
