@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         WaitTimeoutError,
     )
     from lightning_cyclic.pipeline_strategy import PipelineStrategy
-    from lightning_cyclic.plan import PRESETS, Plan, make_plan
+    from lightning_cyclic.plan import PRESETS, LocalSteps, Plan, make_plan
     from lightning_cyclic.plugin.callbacks.early_bird import EarlyBirdPruning
     from lightning_cyclic.plugin.callbacks.gradient_norms import GradientNorms
     from lightning_cyclic.plugin.callbacks.memory_timeline import MemoryTimeline
@@ -41,6 +41,7 @@ __all__ = [
     "CyclicStrategy",
     "EarlyBirdPruning",
     "GradientNorms",
+    "LocalSteps",
     "MemoryTimeline",
     "PeerError",
     "PipelineStrategy",
@@ -58,6 +59,7 @@ __all__ = [
 # the planning floors start without torch: so every name is imported when it is first asked for.
 _HOMES = {
     "PRESETS": "plan",
+    "LocalSteps": "plan",
     "Plan": "plan",
     "make_plan": "plan",
     "CyclicStrategy": "cyclic_strategy",

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, final
 from typing_extensions import Unpack
 
 from lightning_cyclic.plan.presets import presets_of
+from lightning_cyclic.plan.weights import LocalSteps
 from lightning_cyclic.plugin.options import Clipping, ReduceDtype
 from lightning_cyclic.plugin.strategy import Inherited, PlannedStrategy
 from lightning_cyclic.runtime.transport.choice import Route
@@ -24,8 +25,10 @@ class CyclicStrategy(PlannedStrategy):
     Args:
         preset: "cyclic_dp" (CDP-v2) or "cyclic_dp_v1": workers are staggered, sums of gradients
             go from one to the next; "cyclic_zero" shards the weights, too; "lockstep_dp" is plain
-            data parallelism. Or a mapping with a value for each axis: schedule, placement,
-            weights, sharding.
+            data parallelism; under "diloco" and "streaming_diloco" each worker trains alone, and
+            they exchange weights every so many steps, of which LocalSteps(every=...) has the
+            numbers. Or a mapping with a value for each axis: schedule, placement, weights,
+            sharding.
         stages: in which updates and messages go: "auto", a number, or the module paths that begin
             stages 1, 2, ...
         num_microbatches: of one device, per update. [as many as workers]
@@ -81,7 +84,7 @@ class CyclicStrategy(PlannedStrategy):
 
     def __init__(  # noqa: PLR0913  (an argument per option is the public face)
         self,
-        preset: str | Mapping[str, str] = "cyclic_dp",
+        preset: str | Mapping[str, str | LocalSteps] | LocalSteps = "cyclic_dp",
         *,
         stages: int | str | list[str] = "auto",
         num_microbatches: int | None = None,

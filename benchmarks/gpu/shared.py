@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.ranks import FailedError, Place, Say, last_line, run
-from lightning_cyclic.plan import PRESETS
+from lightning_cyclic.cli.selftest import presets_of
 from lightning_cyclic.runtime.transport.shared_gpus import loaded_nccl
 
 FIRST = ("1f1b", "cyclic_dp", "cyclic_pipeline", "cyclic_zero")
@@ -133,7 +133,7 @@ def _waits(place: Place, say: Say, device: torch.device) -> None:
 
 def nccl(args: argparse.Namespace, until: float) -> Iterator[str]:
     """Run the self-test over NCCL on ranks that share the GPU, the most telling presets first."""
-    presets = dict.fromkeys((*FIRST, *PRESETS)) if not args.presets else args.presets
+    presets = dict.fromkeys((*FIRST, *presets_of([]))) if not args.presets else args.presets
     chosen = [word for preset in presets for word in ("--preset", preset)]
     place = ["--accelerator", "gpu", "--backend", "nccl"]
     command = [

@@ -28,7 +28,7 @@ from lightning_cyclic.cli.planning import add_plan, explained
 from lightning_cyclic.cli.selftest import add_selftest, presets_of
 from lightning_cyclic.cli.user_code import load
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.plan import PRESETS, Plan, make_plan
+from lightning_cyclic.plan import PRESETS, LocalSteps, Plan, make_plan
 from lightning_cyclic.plan.presets import default_num_stages
 from lightning_cyclic.planner.candidates import INSIDE_BANDWIDTH, INSIDE_LATENCY
 from lightning_cyclic.simulate import (
@@ -214,6 +214,9 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
         "of workers that have all stages (default: 1)")  # fmt: skip
     add("--offload", action="store_true", help="what forwards of a pipeline leave is away until "
         "their backward")  # fmt: skip
+    add("--every", type=_count, metavar="H",
+        help="steps from one exchange of weights to the next, of diloco and streaming_diloco "
+        f"(default: {LocalSteps().every})")  # fmt: skip
     add("--steps", type=_count, metavar="T", default=num_steps, help=f"(default: {num_steps})")
 
 
@@ -229,7 +232,14 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         group_size=arguments.group_size,
         replicas=arguments.replicas,
         offloads=arguments.offload,
+        weights=_local_steps(arguments.preset, arguments.every),
     )
+
+
+def _local_steps(preset: str, every: int | None) -> LocalSteps | None:
+    if every is None or preset not in PRESETS:  # make_plan refuses it
+        return None
+    return replace(PRESETS[preset].local, every=every)
 
 
 def _schedule(preset: str) -> str:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan import PRESETS
+from lightning_cyclic.plan.presets import WEIGHTS
 
 if TYPE_CHECKING:
     from lightning_cyclic.cli.trial import Ended, Trial
@@ -113,11 +114,12 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def presets_of(given: Sequence[str]) -> list[str]:
-    """Return the presets that are tried: those that were named, or all."""
+    """Return the presets that are tried: those that were named, or all that one process runs."""
+    tried = [name for name, preset in PRESETS.items() if not WEIGHTS[preset.weights].is_local]
     for name in given:
-        if name not in PRESETS:
-            raise PlanError(one_of(name, list(PRESETS), "--preset", "leave it out to try all"))
-    return list(dict.fromkeys(given or PRESETS))
+        if name not in tried:
+            raise PlanError(one_of(name, tried, "--preset", "leave it out to try all"))
+    return list(dict.fromkeys(given or tried))
 
 
 def _place(accelerator: str, num_workers: int | None, backend: str | None = None) -> Place:

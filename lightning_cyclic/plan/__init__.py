@@ -5,5 +5,15 @@ from lightning_cyclic.plan.lower import program_of, programs_of
 from lightning_cyclic.plan.make import make_plan
 from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.presets import PRESETS, Preset
+from lightning_cyclic.plan.weights import LocalSteps
 
-__all__ = ["PRESETS", "Plan", "Preset", "make_plan", "program_of", "programs_of", "proof_of"]
+__all__ = [
+    "PRESETS",
+    "LocalSteps",
+    "Plan",
+    "Preset",
+    "make_plan",
+    "program_of",
+    "programs_of",
+    "proof_of",
+]

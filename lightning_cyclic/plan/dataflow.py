@@ -10,7 +10,9 @@
                the one before, which is in its own
     I, W       are a B in two parts: what I leaves, W takes, for the gradient and its sum
     ADD        reads  gradient, the sum of those before               makes the new sum
+               of local steps what is added is how the gradients have changed weights
     UPDATE     reads  the sum of all, the version before, norms       makes weights
+               of a stage that is not exchanged reads the own gradient in place of the sum
     TELL       reads  losses
     FREE       reads  weights, once they have come                    and frees them
     FETCH      reads  the copy of a stage's optimizer state           and frees it
@@ -206,7 +208,9 @@ class Dataflow:
         assert a.v is not None
         reads: list[Item] = [(Datum.WEIGHTS, a.j, a.v - 1)]
         taken: tuple[Item, ...] = ((Datum.SUM, a.t, a.j, None),)
-        if (plan := self._plan) is not None and plan.updates_hear_norms:
+        if (plan := self._plan) is not None and not plan.exchanges(a.t, a.j):
+            taken = ((Datum.GRADIENT, a.t, self._w, a.j),)
+        if plan is not None and plan.updates_hear_norms:
             reads += [(Datum.NORMS, a.t, j) for j in range(plan.num_stages)]
         if plan is not None and plan.tiers is not None and plan.tiers.moved[a.j]:
             state = ((Datum.STATE, a.j, a.t),)

@@ -29,11 +29,11 @@ from lightning_cyclic.plan.program import NotSteadyError, Program, last_that_rep
 @kept
 def program_of(plan: Plan) -> Program:
     """Return what every worker does, step by step, without end."""
-    repeats = plan.axes.placement.repeats
+    short = plan.shortest
     irregular = 2 if plan.axes.weights.needs_previous else 1  # at least: where 0 is read twice
-    num_steps = 1 + irregular + repeats + plan.steps_under_way
+    num_steps = 1 + irregular + short.repeats + plan.steps_under_way
     while True:  # until the window shows that the program repeats
-        shown = replace(plan, num_steps=num_steps)
+        shown = replace(short, num_steps=num_steps)
         if shown.is_settled(last_that_repeats(shown)):  # else no window need be made to see it
             with suppress(NotSteadyError):
                 return Program(plan, window(shown), shown)

@@ -19,7 +19,9 @@ from lightning_cyclic.plan.presets import (
     chosen_axes,
     default_num_micro,
     default_spacing,
+    local_steps,
 )
+from lightning_cyclic.plan.weights import LocalSteps
 
 
 def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public face)
@@ -32,7 +34,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     slack: int = 0,
     schedule: str | None = None,
     placement: str | None = None,
-    weights: str | None = None,
+    weights: str | LocalSteps | None = None,
     sharding: str | None = None,
     relayed: Iterable[int] = (),
     replicas: int = 1,
@@ -57,7 +59,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         slack: slots that a new version needs to travel. [0: CDP-v2]
         schedule: replaces the preset's axis value, as do the next three. [None: the preset's]
         placement: who runs what. [None: the preset's]
-        weights: which version is read. [None: the preset's]
+        weights: which version is read; of local steps also their numbers. [None: the preset's]
         sharding: who keeps what. [None: the preset's, or "none" where no stage is replicated]
         relayed: stages whose module buffers travel from micro-batch to micro-batch. [()]
         replicas: replicas of a pipeline; micro-batch i runs on replica i % replicas, as its
@@ -94,9 +96,11 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     """
     if preset not in PRESETS:
         raise PlanError(one_of(preset, list(PRESETS), "preset", 'use preset="cyclic_dp"'))
+    given = weights if isinstance(weights, LocalSteps) else None
+    rule = "local" if isinstance(weights, LocalSteps) else weights
     axes = chosen_axes(
         PRESETS[preset],
-        {"schedule": schedule, "placement": placement, "weights": weights, "sharding": sharding},
+        {"schedule": schedule, "placement": placement, "weights": rule, "sharding": sharding},
     )
     check_number("num_stages", num_stages)
     check_number("num_workers", num_workers)
@@ -128,6 +132,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         group_size=group_size,
         tiers=None,
         offloads=offloads,
+        local=given or local_steps(PRESETS[preset], axes),
     )
     return _proved(plan) if proved else _fitting(plan)
 

@@ -10,10 +10,11 @@ which passes make of it (lower.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, wraps
 from itertools import product
+from math import lcm
 from typing import TypeVar, cast, final
 
 from lightning_cyclic.plan.actions import Action, Kind
@@ -27,6 +28,7 @@ from lightning_cyclic.plan.presets import (
 )
 from lightning_cyclic.plan.schedules import AbstractSchedule, Rounds, SideBySide, ceil_div
 from lightning_cyclic.plan.tiers import Tiers
+from lightning_cyclic.plan.weights import LocalSteps
 
 T = TypeVar("T")
 
@@ -46,6 +48,7 @@ class Plan:
             not, each updates where it first reads a new version.
         tiers: what is in memory only while it is used. [all is there]
         offloads: whether what a forward leaves is away between it and its backward.
+        local: the numbers of weights "local". [none: other weights]
     """
 
     preset: str
@@ -69,6 +72,7 @@ class Plan:
     group_size: int = 1
     tiers: Tiers | None = None
     offloads: bool = False
+    local: LocalSteps | None = None
 
     @cached_property
     def axes(self) -> Axes:
@@ -82,7 +86,7 @@ class Plan:
                 replicas=self.replicas,
                 shape=SCHEDULES[self.schedule].shape,
             ),
-            weights=WEIGHTS[self.weights](),
+            weights=self.local or WEIGHTS[self.weights](),
             sharding=SHARDINGS[self.sharding](),
         )
 
@@ -272,7 +276,9 @@ class Plan:
     @property
     def has_one_version(self) -> bool:
         """Say whether one worker makes all weights, and always reads the newest."""
-        return self.num_workers == 1 and not any(map(self.delay, range(self.num_stages)))
+        is_local = self.axes.weights.is_local  # beside outer weights
+        late = map(self.delay, range(self.num_stages))
+        return self.num_workers == 1 and not is_local and not any(late)
 
     def delay(self, j: int) -> Fraction:
         """Count the updates by which gradients of stage j are old when they are applied.
@@ -324,6 +330,31 @@ class Plan:
     def owner(self, j: int) -> int:
         """Give the worker that keeps the optimizer state of stage j and updates it."""
         return self._owners[j]
+
+    def exchanges(self, t: int, j: int) -> bool:
+        """Say whether workers exchange stage j in step t; else each makes a version of its own."""
+        return self.axes.weights.exchanges(t, j, self.num_stages)
+
+    def makes_version(self, w: int, t: int, j: int) -> bool:
+        """Say whether the version of stage j behind step t is made by worker w, and not sent."""
+        return self.owner(j) == w or not self.exchanges(t, j)
+
+    def optimizes(self, w: int, j: int) -> bool:
+        """Say whether worker w calls the optimizer for stage j, and so has its state."""
+        return self.axes.weights.is_local or self.owner(j) == w
+
+    @property
+    def repeats(self) -> int:
+        """Count the steps after which all workers do the same again."""
+        _, placement, weights, _ = self.axes
+        return lcm(placement.repeats, weights.repeats(self.num_stages))
+
+    @property
+    def shortest(self) -> Plan:
+        """The plan with no two steps alike between two exchanges, where there are local steps."""
+        if self.local is None:
+            return self
+        return replace(self, local=self.local.shorter(self.num_stages))
 
     def first_read(self, v: int, j: int) -> int:
         """Give the step in which version v of stage j is read first."""

@@ -5,6 +5,7 @@ A preset names four axis values; any of them, and any number, can be replaced.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final, NamedTuple, final
@@ -34,6 +35,7 @@ from lightning_cyclic.plan.weights import (
     AbstractWeights,
     Delayed,
     Freshest,
+    LocalSteps,
     Predicted,
     Stashed,
     Sync,
@@ -61,6 +63,7 @@ WEIGHTS: Final[dict[str, type[AbstractWeights]]] = {
     "freshest": Freshest,
     "stashed": Stashed,
     "predicted": Predicted,
+    "local": LocalSteps,
 }
 SHARDINGS: Final[dict[str, type[AbstractSharding]]] = {
     "none": NoSharding,
@@ -82,7 +85,8 @@ class Preset:
 
     ``round_trips`` says that predicted weights look further ahead than to their own backward: to
     the moment at which the micro-batch's round trip ends on stage 0, where all stages meet. A
-    forward counts as long as a backward, and backwards predict, too.
+    forward counts as long as a backward, and backwards predict, too. ``local`` has the numbers
+    that ``weights="local"`` stands for.
     """
 
     schedule: str
@@ -91,6 +95,7 @@ class Preset:
     sharding: str
     source: str
     round_trips: bool = False
+    local: LocalSteps = LocalSteps()
 
 
 PRESETS: Final[dict[str, Preset]] = {
@@ -135,6 +140,15 @@ PRESETS: Final[dict[str, Preset]] = {
     "lockstep_dp": Preset(
         "lockstep", "replicated", "sync", "optimizer", "plain data parallelism, for parity"
     ),
+    "diloco": Preset("lockstep", "replicated", "local", "none", "DiLoCo, arXiv 2311.08105"),
+    "streaming_diloco": Preset(
+        "lockstep",
+        "replicated",
+        "local",
+        "none",
+        "Streaming DiLoCo, arXiv 2501.18512",
+        local=LocalSteps(in_turn=True),
+    ),
 }
 
 
@@ -147,6 +161,24 @@ class Axes(NamedTuple):
     sharding: AbstractSharding
 
 
+def axes_of(preset: str) -> dict[str, Any]:
+    """Return the axis values of a preset, by axis."""
+    return {axis: getattr(PRESETS[preset], axis) for axis in AXES}
+
+
+def nearest(axes: Mapping[str, Any], presets: Sequence[str]) -> str:
+    """Choose the preset that has most of some axis values; of local steps, in turn or not."""
+    rule = axes["weights"]
+
+    def alike(name: str) -> int:
+        values, local = axes_of(name), PRESETS[name].local
+        if isinstance(rule, LocalSteps) and rule.in_turn is local.in_turn:
+            values["weights"] = rule if WEIGHTS[values["weights"]].is_local else ""
+        return sum(values[axis] == axes[axis] for axis in AXES)
+
+    return max(presets, key=alike)
+
+
 def chosen_axes(preset: Preset, given: dict[str, str | None]) -> dict[str, str]:
     """Fill in the preset's axis values, and refuse unknown ones."""
     axes = {name: value or getattr(preset, name) for name, value in given.items()}
@@ -157,6 +189,11 @@ def chosen_axes(preset: Preset, given: dict[str, str | None]) -> dict[str, str]:
             hint = f'use {name}="{getattr(preset, name)}"'
             raise PlanError(one_of(value, list(AXES[name]), name, hint))
     return axes
+
+
+def local_steps(preset: Preset, axes: dict[str, str]) -> LocalSteps | None:
+    """Return the numbers of ``weights="local"``, where a plan has it, and nobody gives others."""
+    return preset.local if WEIGHTS[axes["weights"]].is_local else None
 
 
 def check_number(name: str, value: object, *, least: int = 1) -> None:

@@ -48,7 +48,7 @@ class Program:
 
     Args:
         window: the actions of each worker over some steps, from the first on.
-        shown: the plan of the window: with as many steps.
+        shown: the plan of the window: with as many steps, and the shortest period.
 
     Raises:
         NotSteadyError: the window is too short to see the program repeat.
@@ -60,7 +60,7 @@ class Program:
         self._shown = shown
         self._starts = [self._begins(program) for program in window]
         self._served_in: dict[tuple[int, int], list[Action]] = {}  # by worker and block
-        self._repeats = plan.axes.placement.repeats
+        self._repeats = shown.repeats
         self.steady = self._first_steady()
 
     @property
@@ -73,7 +73,8 @@ class Program:
 
     def waiting_lanes(self, w: int) -> frozenset[Lane]:
         """List the lanes of a worker on which something waits for other workers, or for a disk."""
-        flow, steady = self.flow(w), self.step(w, self.steady)
+        flow, repeating = Dataflow(self._shown, w), range(self.steady, self.steady + self._repeats)
+        steady = [a for t in repeating for a in self._block(w, t)]
         come = {(flow(a).makes[0][0], a.j) for a in steady if a.kind is Kind.RECV}
         return frozenset(
             a.lane
@@ -163,12 +164,11 @@ class Program:
 
         They do not depend on how many rounds a step has, which may change behind a flush.
         """
-        found = {
-            channel_of(a, w)
-            for w, program in enumerate(self.first(self.steady + self._repeats))
-            for a in program
-            if a.kind is Kind.SEND
-        }
+        programs = [*enumerate(self.first(self.steady + self._repeats))]
+        if self.plan.repeats > self._repeats:  # whose first steps may exchange nothing
+            programs += enumerate(self._window)
+        found = {channel_of(a, w) for w, program in programs for a in program
+                 if a.kind is Kind.SEND}  # fmt: skip
         return tuple(sorted(found))
 
     @property
@@ -321,9 +321,17 @@ class Program:
 
     def _behind(self, t: int) -> tuple[int, int]:
         """Return how many steps before step t the window has one like it, and how many slots."""
-        back = max(t - self.steady, 0) // self._repeats * self._repeats
+        back = t - self._like(t)
         slot, shown = self.plan.axes.schedule.slot, self._shown.axes.schedule.slot
         return back, slot(t, 0) - shown(t - back, 0)
+
+    def _like(self, t: int) -> int:
+        """Return the step of the window that is like step t."""
+        local = self.plan.local
+        if local is None or self.plan.repeats == self._repeats:
+            return t - max(t - self.steady, 0) // self._repeats * self._repeats
+        place = local.as_shorter(t, self.plan.num_stages)
+        return self.steady + (place - self.steady) % self._repeats
 
     def _first_steady(self) -> int:
         """Return the first step from which on all blocks repeat."""
@@ -352,7 +360,7 @@ class Program:
 
 def last_that_repeats(shown: Plan) -> int:
     """Return the last step of a window whose block, and the one to compare with, are whole."""
-    return shown.num_steps - 1 - shown.steps_under_way - shown.axes.placement.repeats
+    return shown.num_steps - 1 - shown.steps_under_way - shown.repeats
 
 
 class NotSteadyError(Exception):

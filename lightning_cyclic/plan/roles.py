@@ -86,8 +86,11 @@ def source_of_sum(plan: Plan, a: Action) -> int | None:
 def adds_at_once(plan: Plan, a: Action) -> bool:
     """Say whether the backward of a micro-batch adds to the sum of those before it.
 
-    So it does where one worker runs it and the one before; else ADD does.
+    So it does where one worker runs it and the one before; else ADD does. No backward adds
+    differences of weights, which come behind it.
     """
+    if plan.axes.weights.is_local:
+        return False
     if plan.sends_gradients or (a.i or 0) < first_that_counts(plan):
         return False
     return source_of_sum(plan, a) is None

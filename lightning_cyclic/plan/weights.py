@@ -6,9 +6,13 @@ that moment. So rules know nothing of schedules, and a new schedule needs no new
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, final
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
+
+from lightning_cyclic.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +29,20 @@ class AbstractWeights(ABC):
     """Whether a backward reads the newest version, not the one that its forward read."""
     for_replicas: ClassVar[bool] = True
     """Whether the rule makes sense where every worker holds every stage."""
+    is_local: ClassVar[bool] = False
+    """Whether each worker has weights of its own, which it updates by its own gradients alone."""
 
     @abstractmethod
     def forward(self, t: int, newest: int) -> int:
         """Give the version; ``newest`` counts the updates that exist then, slack included."""
+
+    def exchanges(self, t: int, j: int, num_stages: int) -> bool:
+        """Say whether stage j is exchanged in step t: its sum over workers makes its version."""
+        return True
+
+    def repeats(self, num_stages: int) -> int:
+        """Count the steps after which the same stages are exchanged again."""
+        return 1
 
 
 @final
@@ -124,3 +138,102 @@ class Predicted(AbstractWeights):
 
     def forward(self, t: int, newest: int) -> int:
         return min(t, newest)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSteps(AbstractWeights):
+    """Let each worker train weights of its own, and meet the others every so many steps.
+
+    In each step a worker updates its own weights by its own gradients, as if it were alone. Where
+    a stage is exchanged, the differences (what all had before, less what each has now) are added
+    in the order of workers; the owner takes their mean for a gradient of the *outer* weights, and
+    makes one step of SGD with Nesterov momentum on them. From these all workers go on:
+
+        step     0       1       2       3       4       5
+        w0     own     own     own, all      own     own     own, all
+        w1     own     own     own, all      own     own     own, all        every=3
+
+    ``weights="local"`` stands for the numbers of the preset; in its place a plan takes this.
+
+    Args:
+        every: steps from one exchange of a stage to its next, at least 1. [50]
+        outer_lr: learning rate of the outer weights, above 0. [0.7]
+        outer_momentum: their Nesterov momentum, from 0 to below 1. [0.9]
+        in_turn: whether stages are exchanged one after the other, evenly over the period, so that
+            less travels at once; else all of them in its last step. [False]
+
+    Raises:
+        PlanError: a number that is none of these.
+
+    Source: DiLoCo, algorithm 1, https://arxiv.org/abs/2311.08105; stages in turn: Streaming
+        DiLoCo, section 2.1, https://arxiv.org/abs/2501.18512.
+
+    Example:
+        >>> rule = LocalSteps(every=4, in_turn=True)
+        >>> [[j for j in range(2) if rule.exchanges(t, j, 2)] for t in range(6)]
+        [[], [0], [], [1], [], [0]]
+    """
+
+    every: int = 50
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    in_turn: bool = False
+
+    at_end_of_step: ClassVar[bool] = True
+    is_local: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check("every", self.every, "whole numbers from 1 on", "50")
+        _check("outer_lr", self.outer_lr, "numbers above 0", "0.7")
+        _check("outer_momentum", self.outer_momentum, "numbers from 0 to below 1", "0.9")
+        _check("in_turn", self.in_turn, "True or False", "True")
+
+    def forward(self, t: int, newest: int) -> int:
+        return t
+
+    def exchanges(self, t: int, j: int, num_stages: int) -> bool:
+        return t % self.every == self._moment(j, num_stages)
+
+    def repeats(self, num_stages: int) -> int:
+        return self.every
+
+    def _moment(self, j: int, num_stages: int) -> int:
+        """Give the step of a period in which a stage is exchanged; the last stage in the last."""
+        if not self.in_turn:
+            return self.every - 1
+        return -(-(j + 1) * self.every // num_stages) - 1
+
+    # ------------------------------------------------------------------ a period that is shorter
+
+    def shorter(self, num_stages: int) -> LocalSteps:
+        """Return the rule with the shortest period in which the same stages follow each other.
+
+        Steps without an exchange are alike: one stands for all between two exchanges.
+        """
+        groups = num_stages if self.in_turn else 1
+        return replace(self, every=min(self.every, 2 * groups))
+
+    def as_shorter(self, t: int, num_stages: int) -> int:
+        """Give the step of the shorter period that is like step t."""
+        every, place = self.shorter(num_stages).every, t % self.every
+        if every == self.every:
+            return place
+        stages = range(num_stages) if self.in_turn else range(1)
+        next_one = next(j for j in stages if self._moment(j, num_stages) >= place)
+        return 2 * next_one + (self._moment(next_one, num_stages) == place)
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "every": lambda x: isinstance(x, int) and x >= 1,
+    "outer_lr": lambda x: isinstance(x, int | float) and 0 < x < math.inf,
+    "outer_momentum": lambda x: isinstance(x, int | float) and 0 <= x < 1,
+}
+
+
+def _check(name: str, value: object, allowed: str, example: str) -> None:
+    is_switch = isinstance(value, bool)
+    if not (is_switch if name == "in_turn" else not is_switch and _FITS[name](value)):
+        raise PlanError(
+            f"{name}={value!r} of LocalSteps; allowed: {allowed}; use {name}={example}"
+        )

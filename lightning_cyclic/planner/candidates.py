@@ -15,6 +15,7 @@ from lightning_cyclic.plan.presets import (
     PRESETS,
     SCHEDULES,
     SHARDINGS,
+    WEIGHTS,
     default_num_stages,
 )
 from lightning_cyclic.plan.schedules import AbstractSchedule
@@ -111,9 +112,14 @@ class StatesPerParam:
 
 
 def _default_presets() -> tuple[str, ...]:
-    """Leave out names for the axes of an earlier preset."""
+    """Leave out names for the axes of an earlier preset, and local steps.
+
+    How often workers have to meet is not a question of speed.
+    """
     first: dict[tuple[str, ...], str] = {}
     for name, preset in PRESETS.items():
+        if WEIGHTS[preset.weights].is_local:
+            continue
         axes = preset.schedule, preset.placement, preset.weights, preset.sharding
         first.setdefault(axes, name)
     return tuple(first.values())
@@ -172,6 +178,12 @@ class Problem:
         for preset in self.presets:
             if preset not in PRESETS:
                 raise PlanError(one_of(preset, list(PRESETS), "preset", "use cyclic_pipeline"))
+            if WEIGHTS[PRESETS[preset].weights].is_local:
+                raise PlanError(
+                    f"preset={preset!r}, of which no time says how often workers have to meet to "
+                    f"learn as well; allowed: {', '.join(DEFAULT_PRESETS)}; use these, and "
+                    f"`lightning-cyclic simulate {preset} --every 100` to see what it costs"
+                )
         for name, least in (("num_workers", 1), ("batch_size", 0), ("state_per_param", 0)):
             if getattr(self, name) < least:
                 raise PlanError(

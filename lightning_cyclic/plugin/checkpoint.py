@@ -13,6 +13,7 @@ Of a folder (checkpoint_folder.py) each worker writes its part.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def numbers(plan: Plan) -> dict[str, Any]:
         // plan.rounds,  # what is kept is that of any rounds
         "replicas": plan.replicas,
         "slack": plan.slack,
-    }
+    } | ({} if plan.local is None else {"local": asdict(plan.local)})
 
 
 def in_order(optimizer: Optimizer) -> list[nn.Parameter]:

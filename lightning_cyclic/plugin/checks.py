@@ -42,7 +42,8 @@ def check_plan(plan: Plan) -> None:
         return
     if plan.placement != "replicated":
         raise _not_run(plan, f"placement {plan.placement!r}")
-    allowed = ["optimizer", "none"] if plan.weights == "delayed" else ["optimizer"]
+    has_both = plan.weights == "delayed" or plan.axes.weights.is_local
+    allowed = ["optimizer", "none"] if has_both else ["optimizer"]
     if plan.schedule == "cyclic":
         allowed.append("full")
     if plan.num_workers > 1 and plan.sharding not in allowed:

@@ -16,7 +16,14 @@ from torch import nn
 from lightning_cyclic.errors import ConfigurationError, PlanError, one_of
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.plan.placement import Shared
-from lightning_cyclic.plan.presets import AXES, default_num_stages, plausible_depth
+from lightning_cyclic.plan.presets import (
+    AXES,
+    axes_of,
+    default_num_stages,
+    nearest,
+    plausible_depth,
+)
+from lightning_cyclic.plan.weights import LocalSteps
 from lightning_cyclic.planner.candidates import DEFAULT_BANDWIDTH, DEFAULT_LATENCY
 from lightning_cyclic.plugin.checks import check_plan, is_stagewise
 from lightning_cyclic.plugin.clipping import CLIPPING
@@ -30,6 +37,7 @@ from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds
 Checkpointing: TypeAlias = Literal["never", "always", "except_last", "optimal", "offload"]
 ReduceDtype: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Clipping: TypeAlias = Literal["stage", "global"]
+Axes: TypeAlias = tuple[tuple[str, str | LocalSteps], ...]
 
 
 class Check(NamedTuple):
@@ -160,9 +168,15 @@ _USES: Final[Mapping[str, _Use]] = {
     ),
     "error_feedback": _Use(
         False,
-        lambda _, plan: plan.weights != "sync",
+        lambda _, plan: not plan.axes.weights.at_end_of_step,
         "presets without a flush, whose gradients are old",
         "preset='cyclic_dp' or 'pipedream_2bw'",
+    ),
+    "relay_buffers": _Use(
+        "auto",
+        lambda _, plan: not plan.axes.weights.is_local,
+        "workers that have module buffers alike, not local steps, of which each has its own",
+        "preset='lockstep_dp'",
     ),
     "group_size": _Use(
         "host",
@@ -210,6 +224,12 @@ def _check_tiers(options: Options, plan: Plan) -> None:
             "optimizer state lies there; allowed: a number of bytes that each worker may keep; "
             "use memory_limit_bytes=24 * 10**9"
         )
+    if plan.axes.weights.is_local:
+        raise ConfigurationError(
+            f"memory_limit_bytes={options.memory_limit_bytes} with preset {options.preset!r}, "
+            "whose outer weights no plan of memory counts yet; allowed: workers that have the "
+            "same weights; leave memory_limit_bytes and disk out, or use preset='lockstep_dp'"
+        )
     if options.error_feedback:
         raise ConfigurationError(
             f"error_feedback=True with memory_limit_bytes={options.memory_limit_bytes}, by which "
@@ -239,7 +259,7 @@ class Options:
     """
 
     preset: str
-    axes: tuple[tuple[str, str], ...] = ()
+    axes: Axes = ()
     stages: int | str | Sequence[str]
     num_microbatches: int | None
     slack: int = 0
@@ -345,7 +365,10 @@ class Options:
     @property
     def trains_plainly(self) -> bool:
         """Say whether this is one worker whose plan always reads the newest weights."""
-        return self.num_workers == 1 and not self.moves_state and self.plan(1).delay(0) == 0
+        if self.num_workers != 1 or self.moves_state:
+            return False
+        plan = self.plan(1)
+        return plan.delay(0) == 0 and not plan.axes.weights.is_local
 
     @property
     def lines(self) -> str:
@@ -483,19 +506,20 @@ class Options:
         """Return the placement of the plan: the one that was chosen, or follows."""
         return self._placement or PRESETS[self.preset].placement
 
+    def _given(self, axis: str) -> str | None:
+        given = dict(self.axes).get(axis)
+        return None if given is None else str(given)
+
     @property
     def _schedule(self) -> str:
-        return dict(self.axes).get("schedule") or PRESETS[self.preset].schedule
+        return self._given("schedule") or PRESETS[self.preset].schedule
 
     @property
     def _placement(self) -> str | None:
-        given = dict(self.axes).get("placement")
+        given = self._given("placement")
         if given is None and self.num_workers == 1 and (self.num_microbatches or 1) > 1:
             return "single" if PRESETS[self.preset].placement == "replicated" else None
         return given
-
-
-Axes: TypeAlias = tuple[tuple[str, str], ...]
 
 
 def chosen_preset(
@@ -507,6 +531,8 @@ def chosen_preset(
         ConfigurationError: neither a name of one, nor a value for each of the four axes; or what
             the other strategy has.
     """
+    if isinstance(given, LocalSteps):  # which has no other schedule, nor placement
+        given = axes_of("diloco") | {"weights": given}
     if isinstance(given, Mapping):
         return _nearest(given, allowed, placements, other)
     if given in allowed:
@@ -523,14 +549,15 @@ def chosen_preset(
 def _nearest(
     given: Mapping[Any, Any], allowed: Sequence[str], placements: Sequence[str], other: str
 ) -> tuple[str, Axes]:
-    first = {axis: getattr(PRESETS[allowed[0]], axis) for axis in AXES}
+    first = axes_of(allowed[0])
     if given.keys() != AXES.keys():
         raise ConfigurationError(
             f"preset={dict(given)!r}; allowed: a name, or a mapping that has a value for each of "
             f"{', '.join(map(repr, AXES))}; use preset={first!r}"
         )
     for axis, value in given.items():
-        if value not in list(AXES[axis]):  # of a list, as it may be anything
+        has_numbers = axis == "weights" and isinstance(value, LocalSteps)
+        if not has_numbers and value not in list(AXES[axis]):  # of a list: it may be anything
             use = f"use preset={ {**given, axis: first[axis]}!r}"
             raise ConfigurationError(one_of(value, list(AXES[axis]), axis, use))
     if given["placement"] not in placements:
@@ -538,12 +565,8 @@ def _nearest(
             f"placement {given['placement']!r} is one of {other}; allowed here: "
             f"{', '.join(map(repr, placements))}; use {other}(preset=...)"
         )
-
-    def alike(name: str) -> int:
-        return sum(getattr(PRESETS[name], axis) == value for axis, value in given.items())
-
-    name = max(allowed, key=alike)
-    return name, () if alike(name) == len(AXES) else tuple(given.items())
+    name = nearest(given, allowed)
+    return name, () if axes_of(name) == given else tuple(given.items())
 
 
 def network_of(bandwidth: str | float | None) -> Network:

@@ -37,6 +37,14 @@ from lightning_cyclic.plugin.checks import (
 )
 from lightning_cyclic.plugin.clipping import may_clip_by_norm
 from lightning_cyclic.plugin.hooks import Closure, Own
+from lightning_cyclic.plugin.local_steps import (
+    RANKS,
+    check_local_steps,
+    own_state,
+    put_buffers,
+    put_optimizer_state,
+    warn_of_lost_steps,
+)
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.records import Recorder
 from lightning_cyclic.plugin.reductions import HeldReductions
@@ -63,7 +71,10 @@ class ReplicatedTraining(AbstractTraining):
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
     ) -> None:
+        if plan.local is not None:
+            check_local_steps(trainer, options, plan)
         super().__init__(trainer, options, plan, reductions)
+        self._own: Mapping[str, Any] | None = None  # that a checkpoint has of this rank alone
         # parameters come for each batch of a step, so the plan has to know how many there are
         self._plans_batches = plan.axes.sharding.gathers and may_accumulate(trainer)
         self._agreed_epoch = -1  # the last for which all workers have been asked
@@ -166,7 +177,7 @@ class ReplicatedTraining(AbstractTraining):
 
     @override
     def _telling_norms(self, options: Options, plan: Plan) -> tuple[Options, Plan]:
-        is_alone = plan.num_workers == 1 or not self._decides_together
+        is_alone = plan.num_workers == 1 or not self._decides_together or plan.local is not None
         return (options if is_alone else replace(options, norms="owners")), plan
 
     def _of_module(self) -> dict[str, nn.Parameter]:
@@ -363,6 +374,8 @@ class ReplicatedTraining(AbstractTraining):
     @override
     def update_together(self) -> bool:
         plan = self._engine.plan
+        if plan.axes.weights.is_local:
+            return True
         owners = {plan.owner(j) for j in range(plan.num_stages)}
         return plan.weights == "sync" and len(owners) == plan.num_workers
 
@@ -434,9 +447,33 @@ class ReplicatedTraining(AbstractTraining):
     def resume(self, saved: Mapping[str, Any] | None) -> bool:
         goes_on = super().resume(saved)
         self._guard.forget()
+        if saved is not None and goes_on and RANKS in saved:
+            self._own = saved[RANKS][str(self._trainer.global_rank)]
+            put_buffers(self._own, self._module)
         return goes_on
 
+    @override
+    def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(own, checkpoint)
+        if self._own is not None:
+            put_optimizer_state(self._own, self._trainer.optimizers[0])
+            self._own = None
+
+    @override
+    def end_fit(self) -> None:
+        super().end_fit()
+        if self.plan is not None and self.plan.local is not None:
+            warn_of_lost_steps(self.plan, self._session.t)
+
     # ------------------------------------------------------------------ checkpoints
+
+    @override
+    def _part_of_delayed_state(self) -> dict[str, Any] | None:
+        state = super()._part_of_delayed_state()
+        if state is None or self._plan.local is None:
+            return state
+        rank = self._trainer.global_rank
+        return state | own_state(self._trainer.optimizers[0], self._module, rank)
 
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:

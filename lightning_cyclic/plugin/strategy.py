@@ -21,7 +21,7 @@ from typing_extensions import TypedDict, override
 
 from lightning_cyclic.compat import Accelerator, CheckpointIO, ClusterEnvironment, Precision
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan import LocalSteps, Plan
 from lightning_cyclic.plugin import torn_weights
 from lightning_cyclic.plugin.checkpoint_file import none_on_exception
 from lightning_cyclic.plugin.checkpoint_folder import CheckpointFolder
@@ -65,7 +65,7 @@ class PlannedStrategy(Setup):
     each rank batches of its own, searches for the largest batch, and tells `Trainer.device_ids`.
 
     Args:
-        preset: a name, or a mapping axis -> value.
+        preset: a name, a mapping axis -> value, or the numbers of local steps.
         own: options of the strategy.
         **inherited: arguments of DDPStrategy.
 
@@ -79,7 +79,10 @@ class PlannedStrategy(Setup):
     other: ClassVar[str]
 
     def __init__(
-        self, preset: str | Mapping[str, str], own: Mapping[str, Any], **inherited: Any
+        self,
+        preset: str | Mapping[str, str | LocalSteps] | LocalSteps,
+        own: Mapping[str, Any],
+        **inherited: Any,
     ) -> None:
         self._refuse_unknown(preset, own, inherited)
         name, axes = chosen_preset(preset, self.presets, self.placements, self.other)

@@ -289,6 +289,10 @@ class AbstractTraining(Hooks, ABC):
         """Show the newest weights, and what metrics have seen, before anybody computes."""
         self.flush()
 
+    def end_fit(self) -> None:
+        """Show the newest weights, which are those that the fit leaves."""
+        self.flush()
+
     def fail(self, error: BaseException) -> None:
         """Communicate no more; tell the other ranks why, and write down what was done last."""
         self._reductions.stop_refusing()

@@ -54,7 +54,7 @@ class Norms:
         self._plan = plan
         self._parameters = parameters
         self._fetch = fetch
-        self._own = [j for j in range(plan.num_stages) if plan.owner(j) == worker]
+        self._own = [j for j in range(plan.num_stages) if plan.optimizes(worker, j)]
         self._known: dict[int, dict[int, StageNorms]] = {}  # step -> stage -> its norms
 
     def layout(self, j: int, messages: Messages) -> Layout:

@@ -19,11 +19,11 @@ from lightning_cyclic.simulate.costs import Costs
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAccount:
-    """Hold what one worker sends in a steady step and keeps at most.
+    """Hold what one worker sends in a steady step, or a period of them, and keeps at most.
 
     Args:
-        sent_messages: messages sent in a steady step, by payload.
-        sent_bytes: bytes sent in a steady step, by payload.
+        sent_messages: messages sent in it, by payload.
+        sent_bytes: bytes sent in it, by payload.
         versions: most versions of one stage that are alive at once.
         param_bytes: most bytes of parameters, of all versions and stages, alive at once.
         activations: most forwards whose backward is still to come, each of one stage and one
@@ -52,25 +52,29 @@ class Account:
     activations: int
 
 
-def account(programs: Sequence[Sequence[Action]], costs: Costs) -> Account:
+def account(programs: Sequence[Sequence[Action]], costs: Costs, *, period: int = 1) -> Account:
     """Count what the programs send and keep.
 
     Args:
         programs: actions of each worker, in program order; of at least three steps, so that the
-            middle one is steady.
+            middle one is steady, or of two periods and two steps.
+        period: steps whose messages are counted, from the middle one on. [1]
 
     Returns:
-        The messages of the middle step, and the peaks over all steps.
+        The messages of these steps, and the peaks over all steps.
     """
     num_steps = 1 + max((action.t for program in programs for action in program), default=0)
     return Account(
-        workers=tuple(_worker(program, costs, num_steps // 2) for program in programs),
+        workers=tuple(
+            _worker(program, costs, range(num_steps // 2, num_steps // 2 + period))
+            for program in programs
+        ),
         activations=_peak_over_workers(programs),
     )
 
 
-def _worker(program: Sequence[Action], costs: Costs, t: int) -> WorkerAccount:
-    sends = [action for action in program if action.kind is Kind.SEND and action.t == t]
+def _worker(program: Sequence[Action], costs: Costs, steps: range) -> WorkerAccount:
+    sends = [action for action in program if action.kind is Kind.SEND and action.t in steps]
     messages, num_bytes = Counter[Payload](), dict[Payload, float]()
     for action in sends:
         assert action.payload is not None  # as for every SEND

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import final
 
 from lightning_cyclic.plan import Plan, program_of, programs_of
@@ -47,7 +47,7 @@ class Figures:
     num_microbatches: float
     bubble: float
     sent_bytes: float
-    sent_messages: int
+    sent_messages: float
     communicators: int
     versions: int
     activations: float
@@ -130,21 +130,29 @@ def _reference(plan: Plan, costs: Costs, network: Network, bucket_bytes: float |
 
 
 def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float) -> Figures:
-    result = simulate(programs_of(plan), costs, network, plan)
-    counted = account(programs_of(plan), costs)
+    period = 1 if plan.local is None else plan.local.every
+    shown = plan if period == 1 else replace(plan, num_steps=2 * period + 2)  # a steady one
+    result = simulate(programs_of(shown), costs, network, shown)
+    counted = account(programs_of(shown), costs, period=period)
     workers = counted.workers
     return Figures(
         step_s=result.step_s,
         num_microbatches=plan.num_microbatches,
         bubble=max(result.bubble),
-        sent_bytes=max(sum(worker.sent_bytes.values()) for worker in workers),
-        sent_messages=max(sum(worker.sent_messages.values()) for worker in workers),
+        sent_bytes=_mean(max(sum(worker.sent_bytes.values()) for worker in workers), period),
+        sent_messages=_mean(max(sum(w.sent_messages.values()) for w in workers), period),
         communicators=max(program_of(plan).communicators.values(), default=0),
         versions=max(worker.versions for worker in workers),
         activations=max(worker.activations for worker in workers),
         all_activations=counted.activations,
-        memory=max(memory(plan, costs, state_per_param=state_per_param), key=lambda m: m.total),
+        memory=max(
+            memory(plan.shortest, costs, state_per_param=state_per_param), key=lambda m: m.total
+        ),
     )
+
+
+def _mean(total: float, period: int) -> float:
+    return total if period == 1 else total / period
 
 
 def _of_lockstep(plan: Plan, costs: Costs, step: Lockstep, state_per_param: float) -> Figures:
@@ -265,7 +273,7 @@ def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
     yield "micro-batches per second", f"{figures.micro_per_s:.4g}"
     yield "bubble", f"{figures.bubble:.1%}"
     yield "bytes sent per worker and step", show_bytes(figures.sent_bytes)
-    yield "messages sent per worker and step", str(figures.sent_messages)
+    yield "messages sent per worker and step", f"{figures.sent_messages:g}"
     yield "NCCL communicators of a worker, if GPUs", str(figures.communicators)
     yield "weight versions read", str(figures.versions)
     yield "stage-activations kept per worker", f"{figures.activations:g}"

@@ -338,9 +338,12 @@ class _Sizes:
         stays = self._state * owned
         if (tiers := self._plan.tiers) is not None:
             stays = sum(x for j, x in enumerate(tiers.kept) if self._plan.owner(j) == w)
+        outer = 0.0
+        if self._plan.axes.weights.is_local:  # the outer weights, and their momentum
+            outer, stays = one, self._state * one + owned
         return [
             Memory(
-                parameters=one + fetched, versions=older,
+                parameters=one + fetched, versions=older + outer,
                 gradients=self._gradient * own, optimizer=stays + state,
                 activations=activations, inputs=inputs, returns=0.0,
                 in_flight=self._gradient * sums, index=self._index * sum(self._params),

@@ -172,7 +172,7 @@ def test_where_nccl_lets_no_workers_share_a_gpu_it_says_what_to_set() -> None:
 
 def test_all_presets_that_run_are_tried_and_some_alone() -> None:
     presets = selftest.presets_of([])
-    assert set(presets) == PRESETS.keys()
+    assert PRESETS.keys() - set(presets) == {"diloco", "streaming_diloco"}  # each has its own
     place = selftest._place("cpu", 2)
     pairs = list(selftest._trials(presets, place, "auto"))
     assert [given.preset for given, _ in pairs if given.num_workers == 2] == presets

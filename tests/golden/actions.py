@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cyclic.errors import PlanError, ValidationError
-from lightning_cyclic.plan import PRESETS, Plan, make_plan, program_of, programs_of
+from lightning_cyclic.plan import (
+    PRESETS,
+    LocalSteps,
+    Plan,
+    make_plan,
+    program_of,
+    programs_of,
+)
 
 FILE = Path(__file__).with_name("actions.csv")
 MIDDLE = 2  # the step behind which everybody meets, in half of the text
@@ -36,6 +43,11 @@ APART: list[dict[str, Any]] = [
     {"norms": "all", "late_updates": True}, {"norms": "all", "replicas": 2},
     {"late_updates": True, "tied": ((0, 1),)}, {"weights": "delayed"},
 ]  # fmt: skip
+LOCAL: list[dict[str, Any]] = [
+    {"weights": LocalSteps(every=every, in_turn=in_turn), **more}
+    for every, in_turn in product((1, 2, 3, 50), (False, True))
+    for more in ({}, {"sharding": "optimizer"})
+]
 SIZES = ((1, 1), (2, 2), (4, 2), (3, 3), (4, 4), (6, 3), (8, 4))  # stages, workers of a replica
 
 
@@ -43,7 +55,8 @@ def grid() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name of each plan, and the arguments that make it."""
     for preset, (num_stages, num_workers) in product(PRESETS, SIZES):
         is_whole = PRESETS[preset].placement == "replicated"
-        for more in WHOLE if is_whole else APART:
+        is_local = PRESETS[preset].weights == "local"
+        for more in LOCAL if is_local else WHOLE if is_whole else APART:
             given = {"preset": preset, "num_stages": num_stages, "num_workers": num_workers}
             given |= {k: v for k, v in more.items() if k not in ("rounds", "each")}
             if "rounds" in more:

@@ -37,6 +37,8 @@ def test_presets_are_those_of_the_design():
         "pipeoptim": ("cyclic", "pipelined", "predicted", "none"),
         "spectrain": ("cyclic", "pipelined", "predicted", "none"),
         "lockstep_dp": ("lockstep", "replicated", "sync", "optimizer"),
+        "diloco": ("lockstep", "replicated", "local", "none"),
+        "streaming_diloco": ("lockstep", "replicated", "local", "none"),
     }
     assert all(p.source for p in PRESETS.values())
     assert not any("ddp" in name or "deepspeed" in name for name in PRESETS)

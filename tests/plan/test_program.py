@@ -108,7 +108,8 @@ def test_any_program_survives_any_flush(preset, num_stages, num_workers, slack, 
         places = num_stages * (num_stages + 1) // 2 if preset == "cyclic_mp" else num_stages
         num_workers, slack = min(num_workers, places), 0
         num_stages, num_workers = shaped(preset, num_stages, num_workers).values()
-    if slack and PRESETS[preset].weights == "freshest":
+    rule = PRESETS[preset].weights
+    if rule == "local" or (slack and rule == "freshest"):
         norms = "none"
     may_be_late = late or preset == "pipedream_2bw"
     flows = PRESETS[preset].schedule == "cyclic" and not is_replicated

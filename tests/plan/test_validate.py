@@ -211,6 +211,7 @@ WITH = {  # a field of a plan that has a default -> what a large plan is made wi
     "updates_meet": {"norms": "owners", "slack": 0},
     "group_size": {"group_size": 2},
     "offloads": {"preset": "1f1b", "offloads": True},
+    "local": {"preset": "diloco"},
 }
 
 

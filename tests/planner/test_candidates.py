@@ -93,7 +93,7 @@ def test_shared_places():
 
 def test_names_of_the_same_axes_are_looked_at_once():
     assert {"pipeoptim", "cyclic_mp", "cyclic_zero"} <= set(DEFAULT_PRESETS)
-    assert "spectrain" not in DEFAULT_PRESETS
+    assert not {"spectrain", "diloco", "streaming_diloco"} & set(DEFAULT_PRESETS)
 
 
 def test_a_single_profile_is_scaled_and_several_are_taken_as_they_are():

@@ -103,6 +103,13 @@ def test_strategies_with_a_plan_are_made_by_name(compose_recipe, name):
     assert isinstance(instantiate(cfg.strategy), L.pytorch.strategies.DDPStrategy)
 
 
+@pytest.mark.parametrize("name", ["diloco", "streaming_diloco"])
+def test_local_steps_are_made_with_their_numbers(compose_recipe, name):
+    made = instantiate(compose_recipe(f"strategy={name}", "strategy.preset.every=7").strategy)
+    assert made.preset == name
+    assert made._options.plan(4, num_workers=2).local.every == 7
+
+
 @pytest.mark.parametrize(
     ("choice", "name"),
     chosen(

@@ -17,6 +17,7 @@ def check_fit(plan: Plan) -> None:
     schedule, placement, weights, _ = plan.axes
     _check_width(plan)
     _check_ties(plan)
+    _check_local(plan)
     if plan.late_updates and (plan.weights != "delayed" or not plan.flows):
         raise PlanError(
             f"late_updates=True with weights {plan.weights!r} and placement {plan.placement!r}, "
@@ -177,6 +178,29 @@ def _check_norms(plan: Plan) -> None:
         "weights 'delayed' with placement 'pipelined' or 'shared' and late_updates=True; use "
         "norms='none'"
     )
+
+
+def _check_local(plan: Plan) -> None:
+    """Refuse what does not fit workers that each have weights of their own."""
+    if not plan.axes.weights.is_local:
+        return
+    rows = {
+        "placement": (plan.placement, ("replicated",), "num_workers processes, each with weights "
+                      "of its own, where one would keep all of these"),
+        "schedule": (plan.schedule, ("lockstep",), "workers that begin and exchange together"),
+        "sharding": (plan.sharding, ("none", "optimizer"), "workers that have all weights"),
+        "num_microbatches": (plan.num_microbatches, (plan.num_workers,), "one micro-batch of "
+                             "each worker per step, for its own update"),
+        "group_size": (plan.group_size, (1,), "workers that are not staggered"),
+        "norms": (plan.norms, ("none",), "gradients of which each worker uses its own alone"),
+    }  # fmt: skip
+    for name, (given, allowed, what) in rows.items():
+        if given not in allowed:
+            raise PlanError(
+                f"{name}={given!r} does not fit weights {plan.weights!r} (preset "
+                f"{plan.preset!r}); allowed: {', '.join(map(repr, allowed))}: {what}; use "
+                f"{name}={allowed[0]!r}"
+            )
 
 
 def _check_width(plan: Plan) -> None:

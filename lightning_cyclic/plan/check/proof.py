@@ -31,7 +31,7 @@ _TOO_MANY_CELLS = 200_000  # of plans that only they themselves can stand for: s
 SMALLER: Final = frozenset(
     {
         "num_stages", "num_workers", "num_microbatches", "num_steps", "slack", "spacing",
-        "replicas", "group_size", "relayed", "tied",
+        "replicas", "group_size", "relayed", "tied", "local",
     }
 )  # fmt: skip
 # What it has as the plan has it, as it says nothing about single stages or workers.
@@ -192,9 +192,13 @@ class Proof:
         return (
             f"proved on a smaller plan that stands for it (num_workers={self.plan.num_workers}, "
             f"num_stages={self.plan.num_stages}, num_microbatches={self.plan.num_microbatches}, "
-            f"group_size={self.plan.group_size}): {steps}; what "
+            f"group_size={self.plan.group_size}{self._period}): {steps}; what "
             "depends on the numbers themselves was checked on the plan"
         )
+
+    @property
+    def _period(self) -> str:
+        return "" if self.plan.local is None else f", every={self.plan.local.every}"
 
 
 @kept
@@ -212,7 +216,8 @@ def proof_of(plan: Plan) -> Proof:
 
 
 def _shape(plan: Plan) -> tuple[int, ...]:
-    return plan.num_workers, plan.num_stages, plan.num_microbatches, plan.group_size
+    numbers = plan.num_workers, plan.num_stages, plan.num_microbatches, plan.group_size
+    return *numbers, plan.repeats
 
 
 def _replay_with_flushes(plan: Plan) -> None:
@@ -244,7 +249,7 @@ def probe(plan: Plan) -> Plan:
     Raises:
         PlanError: nothing smaller stands for the plan, and to replay it would take too long.
     """
-    few = replace(plan, num_steps=_enough_steps(plan))
+    few = replace(plan.shortest, num_steps=_enough_steps(plan))
     num_cells = plan.num_microbatches * plan.num_stages * few.num_steps
     if num_cells <= _MOST_CELLS:
         return few
@@ -282,7 +287,8 @@ def _refuse_to_replay(plan: Plan, left_out: list[str]) -> NoReturn:
 
 def _enough_steps(plan: Plan) -> int:
     """Return how many steps show the program's prologue and, behind a flush, its block."""
-    return 2 * (1 + plan.steps_under_way)
+    period = plan.shortest.axes.weights.repeats(plan.num_stages)
+    return 2 * (period + plan.steps_under_way)
 
 
 def _fewer(plan: Plan) -> dict[str, Any]:
@@ -292,7 +298,8 @@ def _fewer(plan: Plan) -> dict[str, Any]:
     )  # first, last and one between: replicas differ in nothing else
     size = min(plan.group_size, 3)  # the same of groups
     of_each = plan.num_microbatches // plan.replicas // plan.rounds // plan.group_size
-    scale = Fraction(8, max(plan.num_stages, of_each))
+    most = 8 if plan.local is None else 4  # whose period has steps for each stage
+    scale = Fraction(most, max(plan.num_stages, of_each))
     num_stages = max(min(plan.num_stages, 2), round(plan.num_stages * scale))
     num_microbatches = min(of_each, max(num_stages, round(of_each * scale))) * replicas
     if plan.axes.weights.per_micro:
@@ -323,6 +330,7 @@ def _fewer(plan: Plan) -> dict[str, Any]:
         "replicas": replicas,
         "group_size": size,
         "tied": _scaled_ties(plan, num_stages),
+        "local": None if plan.local is None else plan.local.shorter(num_stages),
     }
 
 

@@ -164,7 +164,7 @@ class _Worker:
         if not self.todo:
             return False
         a = self.todo[0]
-        if a.kind is Kind.UPDATE and self._plan.owner(a.j) != self._w:
+        if a.kind is Kind.UPDATE and not self._plan.makes_version(self._w, a.t, a.j):
             self._refuse(a, "updates somebody else's stage", f"worker {self._plan.owner(a.j)}")
         if _runs_beside(a):
             self._lanes[a.lane].append(self.todo.popleft())

@@ -7,6 +7,9 @@ does, behind the backward; within groups at the worker that leads in the stage, 
 gradients of the group one after the other. Where owners add (sharding "full") gradients travel to
 them: an owner is ready for each while the backward is run from which it comes, and adds it behind
 that; neither before the own step begins, as a flush leaves nothing pending, nor behind the update.
+
+Of local steps differences of weights are added, which need the whole backward: behind all else
+that a worker does alone.
 """
 
 from __future__ import annotations
@@ -29,7 +32,20 @@ def adds(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     Args:
         program: of worker ``w``, with UPDATEs.
     """
+    if plan.axes.weights.is_local:
+        return _of_differences(plan, program, w)
     return (_at_owner if plan.axes.sharding.gathers else _behind_backwards)(plan, program, w)
+
+
+def _of_differences(plan: Plan, program: Program, w: int) -> Iterator[Action]:
+    added = -1  # the last step in which any are
+    for a in program:
+        if a.kind is Kind.UPDATE and plan.exchanges(a.t, a.j) and a.t > added:
+            added = a.t
+            for j in reversed(range(plan.num_stages)):
+                if plan.exchanges(a.t, j):
+                    yield Action(kind=Kind.ADD, t=a.t, j=j, i=w, s=a.s)
+        yield a
 
 
 def _behind_backwards(plan: Plan, program: Program, w: int) -> Iterator[Action]:

@@ -133,11 +133,13 @@ def _carrying(kind: Kind, at: Action, items: Iterable[tuple[Item, int]]) -> Iter
 
 def _updated(plan: Plan, ways: _Ways, group: list[Action], w: int) -> Iterator[Action]:
     """Yield the updates of one place with the totals before them, and the versions behind."""
-    own = [a for a in group if plan.owner(a.j) == w]
+    own = [a for a in group if plan.makes_version(w, a.t, a.j)]
     if not plan.late_updates:
         yield from _totals(ways, own, w)
     yield from own
     for a in group:
+        if not plan.exchanges(a.t, a.j):
+            continue
         if not plan.axes.placement.runs_whole_micro:
             yield from _to_holders(plan, a)
         elif not plan.axes.sharding.gathers:  # else parameters come when they are used

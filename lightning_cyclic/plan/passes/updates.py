@@ -8,6 +8,7 @@ call of the optimizer, or one for each stage (``Plan.updates_apart``):
 
     sync, or one worker alone     all of them behind all else of the step
     one that has no room for all  each right behind its backward (``Tiers.early``)
+    local steps                   the same, those first that are not exchanged in the step
     an owner that reads late      the same: its totals end with its own backward
     an owner that reads first     before the first forward that reads a new version
     owners who wait for all       behind their step, or where the first worker reads new weights
@@ -90,7 +91,9 @@ def _at_end(plan: Plan, program: Program, stages: list[int]) -> Iterator[Action]
         for a in actions:
             last = max(last, plan.last_slot(a))
             yield a
-        yield from (_update(j, t + 1, last + 1) for j in stages)
+        # what a worker makes alone does not wait for what is exchanged
+        in_order = sorted(stages, key=lambda j: plan.exchanges(t, j))
+        yield from (_update(j, t + 1, last + 1) for j in in_order)
 
 
 def _at_first_use(plan: Plan, program: Program, w: int) -> Iterator[Action]:

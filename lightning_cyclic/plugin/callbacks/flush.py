@@ -124,7 +124,7 @@ class FlushCallback(Callback):
     @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if training := self._training():
-            training.flush()
+            training.end_fit()
             training.bring()
 
     @override

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import final
 
@@ -36,8 +35,10 @@ from lightning_cyclic.runtime.state_tier import StateTier
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import WeightWatch
+from lightning_cyclic.runtime.whole_step.engine_state import EngineState
 from lightning_cyclic.runtime.whole_step.exchange import Exchange, Word, Words
-from lightning_cyclic.runtime.whole_step.hooks import Entrances, GradientCollector
+from lightning_cyclic.runtime.whole_step.hooks import Entrances, GradientCollector, StepHooks
+from lightning_cyclic.runtime.whole_step.local_weights import LocalWeights
 from lightning_cyclic.runtime.whole_step.shards import (
     Replica,
     Shards,
@@ -49,19 +50,6 @@ from lightning_cyclic.runtime.worker import Worker
 
 Update = Callable[[int, Sequence[int]], Collection[int] | None]
 """(step, stages) -> those of them, if any, that stay as they were, since gradients overflowed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineState:
-    """Hold what a worker needs, beside weights and optimizer state, to go on with the same bits.
-
-    Args:
-        t: steps done; every update up to version t has been applied.
-        previous: name -> value in version t-1, for the stages that step t still reads so.
-    """
-
-    t: int
-    previous: dict[str, Tensor]
 
 
 @final
@@ -136,6 +124,7 @@ class Engine:
         self.shards = self._exchange.shards = self._make_shards(module)
         self._exchange.tier = tier
         self._worker = self._make_worker()
+        self._local = self._make_local(state)
         self._shown: Replica = self.shards or Replica(self.stores)
         again = None if self.shards is None else self._enter_again
         self._entrances = Entrances(module, stages, self.enter, self._w, again)
@@ -150,6 +139,12 @@ class Engine:
             return None
         owner_of = self.plan.owner
         return Shards(module, self.stages, self.stores, owner_of, self._w, self._bring)
+
+    def _make_local(self, state: EngineState | None) -> LocalWeights | None:
+        if self.plan.local is None:
+            return None
+        saved = None if state is None else state.local
+        return LocalWeights(self.plan, self._w, self.stages, self.stores, self._grads, saved)
 
     def _make_collector(self, forms: WeightForms) -> GradientCollector:
         weights = [list(map(forms.weight, ps)) for ps in self._parameters]
@@ -168,7 +163,7 @@ class Engine:
         )
 
     def _make_worker(self) -> Worker:
-        program, hooks, crew = program_of(self.plan), _Hooks(self._enter), self.transport.crew
+        program, hooks, crew = program_of(self.plan), StepHooks(self._enter), self.transport.crew
         for j in range(self.plan.num_stages):
             for payload, layout in self._exchange.layouts(j).items():
                 self._messages.know(payload, j, layout)
@@ -252,13 +247,19 @@ class Engine:
             yield
 
     def end_step(self) -> None:
+        if self._local is not None:
+            with self._watch.changing(range(self.plan.num_stages)):
+                self._local.update_alone(self.t, self._update)
+            self.norms.forget(self.t)
         self._run_to(None, 0)
         self.t += 1
         self._shown.stay_no_longer()
         is_alone = self.plan.has_one_version
-        if self.plan.weights == "sync" or is_alone:
+        if self.plan.axes.weights.at_end_of_step or is_alone:
             self._worker.settle()
             self._show_newest(range(self.plan.num_stages))
+        if self._local is not None:
+            self._local.meet(self.t - 1)
         # what others change of state between steps counts, where nobody refuses it
         if self._tier is not None and (is_alone or self.plan.weights != "freshest"):
             for j, t in self._tier.leaving():
@@ -342,9 +343,11 @@ class Engine:
 
     def _run_on(self) -> None:
         """Do what follows and needs nothing of the step, nor of its hyper-parameters."""
-        end = self._at
+        end, waits = self._at, {Kind.F, Kind.B}
+        if self._local is not None:
+            waits.add(Kind.ADD)  # of differences, which an update makes
         for a in self._actions[end:]:
-            if a.kind is Kind.F or a.kind is Kind.B or is_of_update(a):
+            if a.kind in waits or is_of_update(a):
                 break
             end += 1
         self._run_before(end)
@@ -415,7 +418,8 @@ class Engine:
         stages = [a.j for a in updates]
         with self._watch.changing(stages):
             totals = {j: self._advance(t + 1, j) for j in stages}
-            skipped = self._update(t, stages) or ()
+            make = self._update if self._local is None else self._local.update_outer
+            skipped = make(t, stages) or ()
             for j in stages:
                 self.stores[j].end_update(t + 1)
                 if self._tier is not None:
@@ -434,7 +438,8 @@ class Engine:
 
     def _advance(self, v: int, j: int) -> Sum:
         """Let the parameters be version ``v``, with its gradients, and the values before it."""
-        self._fetch((Datum.SUM, v - 1, j, None))
+        if self.plan.exchanges(v - 1, j):
+            self._fetch((Datum.SUM, v - 1, j, None))
         if self._tier is not None:
             self._fetch((Datum.STATE, j, v - 1))
             self._tier.install(j)
@@ -484,13 +489,18 @@ class Engine:
         return self.norms.is_finite(t)
 
     def _tell_all_norms(self, t: int) -> None:
-        for j in self.owned:
+        for j in self.optimized:
             self._note_norms(t, j)
         self._tell_norms()
 
     @property
     def owned(self) -> tuple[int, ...]:
         return tuple(j for j in range(self.plan.num_stages) if self.plan.owner(j) == self._w)
+
+    @property
+    def optimized(self) -> tuple[int, ...]:
+        """List the stages that the optimizer is called for here, and has state of."""
+        return tuple(j for j in range(self.plan.num_stages) if self.plan.optimizes(self._w, j))
 
     def _lasting(self) -> frozenset[int]:
         """Return the stages whose frozen parameters leave when their backward is over."""
@@ -527,6 +537,8 @@ class Engine:
         self._show_newest(range(self.plan.num_stages) if self._is_whole else self.owned)
         if not self._is_whole:
             self._shown.drop_copies()
+        if self._local is not None:
+            self._local.show_outer()
         self._ended = last
         self._flushed_at = self._starts_at = self.t
 
@@ -545,7 +557,8 @@ class Engine:
                 previous |= {
                     n: x.clone() for n, x, y in each if n not in resting or not torch.equal(x, y)
                 }
-        return EngineState(t=self.t, previous=previous)
+        local = None if self._local is None else self._local.state(self.t)
+        return EngineState(t=self.t, previous=previous, local=local)
 
     def _restore_previous(self, state: EngineState) -> None:
         if state.t == 0:
@@ -579,20 +592,3 @@ class Engine:
         self._worker.close()
         self._messages.close()
         self._line.close()
-
-
-@final
-class _Hooks:
-    """Tell the engine when the worker comes to what the user's step computes by itself."""
-
-    def __init__(self, enter: Callable[[Action], None]) -> None:
-        self.forward = enter
-
-    def backward(self, a: Action) -> None:
-        """Have been run by autograd."""
-
-    def update(self, a: Action) -> None:
-        """Have been made, with all that are due at the same place."""
-
-    def tell(self, a: Action) -> None:
-        """Have been told by the step itself."""

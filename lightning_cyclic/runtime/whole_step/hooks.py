@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.runtime.compiled import before_calls, seen_as
 from lightning_cyclic.runtime.gradient_store import refuse_sparse
 from lightning_cyclic.runtime.stages.stage_map import Stage, StageMap
@@ -205,3 +206,20 @@ class Entrances:
             "training step; cut only where the order is always the same, "
             'stages=["module.path", ...], or use stages=1'
         )
+
+
+@final
+class StepHooks:
+    """Tell the engine when the worker comes to what the user's step computes by itself."""
+
+    def __init__(self, enter: Callable[[Action], None]) -> None:
+        self.forward = enter
+
+    def backward(self, a: Action) -> None:
+        """Have been run by autograd."""
+
+    def update(self, a: Action) -> None:
+        """Have been made, with all that are due at the same place."""
+
+    def tell(self, a: Action) -> None:
+        """Have been told by the step itself."""

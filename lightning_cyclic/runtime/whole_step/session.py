@@ -37,7 +37,8 @@ from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import Weights, WeightWatch, changed_within
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
-from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
+from lightning_cyclic.runtime.whole_step.engine import Engine, Update
+from lightning_cyclic.runtime.whole_step.engine_state import EngineState
 from lightning_cyclic.runtime.whole_step.tiers import PlannedTiers, TierConfig
 
 _LEAST_BYTES = 3 << 19  # of a fine stage: below, its messages cost more than they overlap
@@ -120,6 +121,7 @@ class Session(AbstractSession):
         self._trained = dict(parameters)
         self._config = config
         self._probe = config.make_plan(1, (), (), 1)  # what does not depend on the stages
+        self._is_local = self._probe.axes.weights.is_local  # weights, and buffers, of its own
         # an owner adds up gradients of what is trained when a step begins, and of nothing else
         may_freeze = not self._probe.axes.sharding.gathers
         self._watch = WeightWatch(worker, may_freeze=may_freeze, buffer_changed=_not_relayed)
@@ -144,7 +146,7 @@ class Session(AbstractSession):
     @property
     def looks_first(self) -> bool:
         """Say whether stages are found before the first step, and not in it."""
-        return self.is_apart or self._config.tiers is not None
+        return self.is_apart or self._config.tiers is not None or self._is_local
 
     @property
     def t(self) -> int:
@@ -183,7 +185,7 @@ class Session(AbstractSession):
         engine = self.engine
         if engine is None:
             return []
-        weights = (p for j in engine.owned for p in engine.stores[j].parameters)
+        weights = (p for j in engine.optimized for p in engine.stores[j].parameters)
         return list(map(self._config.forms.trained, weights))
 
     @override
@@ -196,7 +198,7 @@ class Session(AbstractSession):
         plan = self.plan or self._probe
         has_buffers = next(self.module.buffers(), None) is not None  # handed on in step 0
         hands_on = has_buffers if self.plan is None else bool(plan.relayed)
-        return plan.weights == "sync" and not (plan.axes.sharding.gathers or hands_on)
+        return plan.axes.weights.at_end_of_step and not (plan.axes.sharding.gathers or hands_on)
 
     @property
     def foreign_names(self) -> frozenset[str]:
@@ -294,7 +296,8 @@ class Session(AbstractSession):
             _scale_gradient(loss, num_microbatches)
             yield
             return
-        _scale_gradient(loss, self.engine.plan.num_microbatches // self.engine.plan.rounds)
+        if not self._is_local:  # else its micro-batch is its batch
+            _scale_gradient(loss, self.engine.plan.num_microbatches // self.engine.plan.rounds)
         with self.engine.backward(last_of_window=last):
             yield
 
@@ -341,9 +344,8 @@ class Session(AbstractSession):
         writes = self.worker == 0 or self.engine.plan.axes.sharding.gathers
         return {
             "stages": self.stages.as_data(),
-            "t": state.t,
-            "previous": state.previous if writes else {},
             "seed": self._seed,
+            **state.as_data(self.worker, has_previous=writes),
         }
 
     @override
@@ -354,7 +356,7 @@ class Session(AbstractSession):
         self._seed = saved["seed"]
         if self.engine is not None:
             self.engine.close()
-        state = EngineState(t=saved["t"], previous=saved["previous"])
+        state = EngineState.from_data(saved, self.worker)
         self._start(StageMap.from_data(saved["stages"]).training(self._trained), state)
         self._first = None
         return True
@@ -506,7 +508,7 @@ class Session(AbstractSession):
             self.engine.request_stop()
         relayed = {name for stage in stages.stages for name in stage.buffers}
         names = [name for name, _ in self.module.named_buffers() if name not in relayed]
-        self._still = self._still_buffers(names)
+        self._still = self._still_buffers(() if self._is_local else names)
 
     def _new_first_step(self, trained: Mapping[str, nn.Parameter]) -> FirstStep:
         counts = self._config.tiers is not None
@@ -518,7 +520,10 @@ class Session(AbstractSession):
         until = tuple(stages.stages[j].buffers_final_after for j in stages.relayed)
         if self._config.accumulates:  # forwards of the last batch begin when all of the first end
             until = (len(stages.stages) - 1,) * len(until)
-        return self._config.make_plan(len(stages.stages), stages.relayed, until, self._rounds)
+        relayed = stages.relayed
+        if self._is_local:
+            relayed = until = ()
+        return self._config.make_plan(len(stages.stages), relayed, until, self._rounds)
 
     def _aside(self) -> AbstractContextManager[None]:
         return self._draws.aside()  # of the draws of the step, which others follow

@@ -103,6 +103,13 @@ class VersionStore:
                     put_data(parameter, view)
             self._shown, self._has_shown = buffer, True
 
+    def show_other(self, values: Sequence[torch.Tensor]) -> None:
+        """Show what is no version, until one is shown."""
+        with self.changing():
+            for parameter, value in zip(self.parameters, values, strict=True):
+                put_data(parameter, value)
+        self._shown, self._has_shown = None, True
+
     def release(self) -> None:
         """Give the parameters storage of their own again, with the values that are shown."""
         if self._versions:
