@@ -41,6 +41,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     norms: str = "none",
     relayed_until: Iterable[int] = (),
     group_size: int = 1,
+    to_owners: bool = False,
     proved: bool = True,
 ) -> Plan:
     """Make a plan from a preset, with any axis replaced, and prove that it can run.
@@ -73,6 +74,9 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
             would be: weights are as late as with so many workers. Sums and parameters
             travel from group to group, and from one worker of a group to its others.
             [1: each worker is one]
+        to_owners: send the gradient of each micro-batch straight to the owner of its stage, who
+            adds them in their order, as sharded weights have it; else partial sums travel, where
+            nothing else asks for it. What a codec makes smaller travels so. [False]
         proved: also prove that the program can run; else only that axes and numbers fit, and that
              the timetable has what it reads, for those who make many plans to run one. [True]
 
@@ -124,6 +128,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         updates_meet=False,
         group_size=group_size,
         tiers=None,
+        to_owners=to_owners,
     )
     return _proved(plan) if proved else _fitting(plan)
 

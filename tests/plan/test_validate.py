@@ -210,6 +210,7 @@ WITH = {  # a field of a plan that has a default -> what a large plan is made wi
     "relayed_until": {"relayed": [5], "relayed_until": [6]},
     "updates_meet": {"norms": "owners", "slack": 0},
     "group_size": {"group_size": 2},
+    "to_owners": {"to_owners": True},
 }
 
 

@@ -25,6 +25,12 @@ def check_fit(plan: Plan) -> None:
         )
     _check_norms(plan)
     _check_groups(plan)
+    if plan.to_owners and not (placement.runs_whole_micro or plan.placement == "single"):
+        raise PlanError(
+            f"to_owners=True with placement {plan.placement!r}, whose workers add up the "
+            "gradients of their own stages; allowed: placements 'replicated' and 'single'; use "
+            "to_owners=False, or preset='cyclic_dp'"
+        )
     if problem := placement.misfit() or schedule.misfit():
         raise PlanError(problem)
     fitting = schedules_of(plan.placement)

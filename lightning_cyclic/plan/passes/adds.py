@@ -4,9 +4,10 @@
 
 Where one worker runs a micro-batch and the one before it, its backward adds at once. Else ADD
 does, behind the backward; within groups at the worker that leads in the stage, which adds the
-gradients of the group one after the other. Where owners add (sharding "full") gradients travel to
-them: an owner is ready for each while the backward is run from which it comes, and adds it behind
-that; neither before the own step begins, as a flush leaves nothing pending, nor behind the update.
+gradients of the group one after the other. Where owners add (sharding "full", or a codec of
+gradients) gradients travel to them: an owner is ready for each while the backward is run from
+which it comes, and adds it behind that; neither before the own step begins, as a flush leaves
+nothing pending, nor behind the update.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def adds(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     Args:
         program: of worker ``w``, with UPDATEs.
     """
-    return (_at_owner if plan.axes.sharding.gathers else _behind_backwards)(plan, program, w)
+    travel = plan.owners_add and plan.axes.placement.runs_whole_micro
+    return (_at_owner if travel else _behind_backwards)(plan, program, w)
 
 
 def _behind_backwards(plan: Plan, program: Program, w: int) -> Iterator[Action]:
@@ -45,7 +47,7 @@ def _added_behind(plan: Plan, a: Action, w: int) -> Sequence[int]:
     i = a.i or 0
     if i < first_that_counts(plan) or adder(plan, i, a.j, a.t) != w:
         return ()
-    if plan.sends_gradients:
+    if plan.sends_gradients and plan.axes.placement.runs_whole_micro:
         return range(first := i - w % plan.group_size, first + plan.group_size)
     return () if adds_at_once(plan, a) else (i,)
 
