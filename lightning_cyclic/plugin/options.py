@@ -20,6 +20,8 @@ from lightning_cyclic.plan.presets import AXES, default_num_stages, plausible_de
 from lightning_cyclic.planner.candidates import DEFAULT_BANDWIDTH, DEFAULT_LATENCY
 from lightning_cyclic.plugin.checks import check_plan, is_stagewise
 from lightning_cyclic.plugin.clipping import CLIPPING
+from lightning_cyclic.runtime.codecs.base import AbstractCodec
+from lightning_cyclic.runtime.codecs.choice import CODECS, NAMES, codec_of
 from lightning_cyclic.runtime.gradient_store import WIRE_DTYPES, SumDtypes
 from lightning_cyclic.runtime.partial_step.collectives import rank_of
 from lightning_cyclic.runtime.stages.evidence import ClockName
@@ -28,7 +30,7 @@ from lightning_cyclic.runtime.whole_step.session import auto_stages
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds
 
 Checkpointing: TypeAlias = Literal["never", "always", "except_last", "optimal"]
-ReduceDtype: TypeAlias = Literal["fp32", "bf16", "fp16"]
+Compress: TypeAlias = Literal["fp32", "bf16", "fp16"] | AbstractCodec
 Clipping: TypeAlias = Literal["stage", "global"]
 
 
@@ -100,7 +102,11 @@ CHECKS: Final[Mapping[str, Check]] = {
         '"/tmp"',
     ),
     "error_feedback": _switch(),
-    "reduce_dtype": _one_of(*WIRE_DTYPES, or_none=True),
+    "compress": Check(
+        lambda given: given is None or isinstance(given, AbstractCodec) or given in NAMES,
+        f"{', '.join(map(repr, NAMES))}, a codec, as TopK(density=0.01) is one, or None",
+        "'bf16'",
+    ),
     "bandwidth": Check(
         lambda given: given is None or _bandwidth(given) > 0,
         'text like "10Gbit/s", or bytes per second',
@@ -149,10 +155,13 @@ _USES: Final[Mapping[str, _Use]] = {
         "workers that run single stages",
         "a pipeline",
     ),
-    "reduce_dtype": _Use(
+    "compress": _Use(
         None,
         lambda options, plan: (
-            not is_stagewise(plan) or options.replicas > 1 or plan.axes.placement.takes_turns
+            not is_stagewise(plan)
+            or options.codec is not None  # of which _check_codec has more to say
+            or options.replicas > 1
+            or plan.axes.placement.takes_turns
         ),
         "workers that send sums of gradients to each other, and not in one replica of a pipeline, "
         "each of whose workers adds up its own",
@@ -214,6 +223,26 @@ def _check_tiers(options: Options, plan: Plan) -> None:
         )
 
 
+def _check_codec(options: Options, plan: Plan) -> None:
+    """Refuse a codec of single gradients where workers add up those of their own stages."""
+    codec, allowed = options.codec, ", ".join(map(repr, WIRE_DTYPES))
+    if plan.placement not in ("replicated", "single"):
+        raise ConfigurationError(
+            f"compress={options.compress!r} with preset {options.preset!r}, whose workers add up "
+            "the gradients of their own stages, and send sums of them at most; allowed here: "
+            f"{allowed}; use compress='bf16', or preset='cyclic_dp', whose workers send each "
+            "their own"
+        )
+    assert codec is not None
+    if codec.has_memory and (options.disk is not None or options.moves_state):
+        raise ConfigurationError(
+            f"compress={codec!r} with memory_limit_bytes={options.memory_limit_bytes}, by which "
+            "optimizer state comes and goes, and which does not count what is left of gradients; "
+            f"allowed: codecs that leave nothing, {allowed}, {', '.join(map(repr, CODECS))}; use "
+            "compress='bf16', or leave memory_limit_bytes out"
+        )
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -240,7 +269,7 @@ class Options:
     memory_limit_bytes: int | None
     disk: str | os.PathLike[str] | None = None
     error_feedback: bool
-    reduce_dtype: ReduceDtype | None
+    compress: Compress | None
     transport: Route
     save_distributed_checkpoint: bool
     verify: Literal["first_step"] | int
@@ -266,6 +295,8 @@ class Options:
                     f"{name}={value!r} with preset {self.preset!r}, which does not use it; "
                     f"allowed: {use.where}; use {use.example}, or leave {name} out"
                 )
+        if self.codec is not None:
+            _check_codec(self, probe)
         if self.activation_checkpointing == "optimal":
             _check_optimal(self, probe)
         if self.disk is not None or self.moves_state:
@@ -347,8 +378,20 @@ class Options:
         Args:
             is_scaled: whether a loss scale follows from gradients that are not finite.
         """
-        wire = None if self.reduce_dtype is None else WIRE_DTYPES[self.reduce_dtype]
+        wire = WIRE_DTYPES.get(self.compress) if isinstance(self.compress, str) else None
         return SumDtypes(wire, may_overflow=is_scaled)
+
+    @property
+    def codec(self) -> AbstractCodec | None:
+        """Return what encodes single gradients; None where they, or sums of them, travel."""
+        return codec_of(self.compress)
+
+    @property
+    def encoders(self) -> int:
+        """Count the workers that encode gradients; one that is alone may stand for several."""
+        workers = self.num_workers or 1
+        several = workers if workers > 1 else self.num_microbatches or 1
+        return several if self.codec is not None and several > 1 else 0
 
     @property
     def clock(self) -> ClockName:
@@ -398,6 +441,7 @@ class Options:
             relayed_until=relayed_until,
             late_updates=self.late_updates,
             norms=self.norms,
+            to_owners=self.encoders > 0,
             **axes,
         )
         if asked and plan.rounds > 1:

@@ -76,6 +76,7 @@ class ReplicatedTraining(AbstractTraining):
         config = SessionConfig(
             forms=self._forms,
             sums=options.sums(is_scaled=self._scaling is not None),
+            codes=self._codes,
             make_plan=partial(plan_of_rounds, options),
             stages=options.stages,
             seed=agreed_seed(assembly),

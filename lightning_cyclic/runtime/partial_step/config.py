@@ -12,6 +12,7 @@ from lightning_cyclic.plan import Plan, program_of
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.passes.batches import first_stage, teller
 from lightning_cyclic.plan.passes.messages import message
+from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.gradient_store import AS_MADE, Gradients, SumDtypes
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.micro_batches import SplitBatch
@@ -49,6 +50,7 @@ class StagewiseConfig:
         is_delayed: whether the plan reads versions older than the newest.
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
+        codes: of gradients, where a codec makes them smaller. [as they are]
         state_per_param: bytes of optimizer state per byte of parameters.
         verify: how many of the first steps are compared with the plain one.
         is_one_stage: whether one worker has all of the module, so that nobody waits for it: a step
@@ -79,6 +81,7 @@ class StagewiseConfig:
     is_delayed: bool = False
     forms: WeightForms = ALL
     sums: SumDtypes = AS_MADE
+    codes: Codes | None = None
     verify: int = 0
     state_per_param: float = 0.0
 

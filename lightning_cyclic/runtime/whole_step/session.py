@@ -24,6 +24,7 @@ from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.absent import is_absent, make_present, num_bytes_of
 from lightning_cyclic.runtime.assembly import Assembly
+from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.gradient_store import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.meta import lending
@@ -63,6 +64,7 @@ class SessionConfig:
             [gradients must be]
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
+        codes: of gradients, where a codec makes them smaller. [as they are]
         tiers: where optimizer state lies while it is not used. [in memory]
     """
 
@@ -78,6 +80,7 @@ class SessionConfig:
     outcomes: Outcomes | None = None
     forms: WeightForms = ALL
     sums: SumDtypes = AS_MADE
+    codes: Codes | None = None
     tiers: TierConfig | None = None
 
 
@@ -495,7 +498,8 @@ class Session(AbstractSession):
         self.engine = Engine(
             self.module, plan, stages, self.transport, self._update, state,
             paced=self._config.paced, aside=self._aside, forms=self._config.forms,
-            sums=self._config.sums, watch=self._watch, flight=self.flight, tier=tier,
+            sums=self._config.sums, codes=self._config.codes, watch=self._watch,
+            flight=self.flight, tier=tier,
         )  # fmt: skip
         named = self.named()
         rest = {n: p for n, p in named.items() if n not in stages.stage_of}
