@@ -54,7 +54,7 @@ class TopK(AbstractCodec):
 
     def encode(self, gradient: Tensor, state: State) -> Sequence[Tensor]:
         def choose(size: Tensor, most: int) -> Tensor:
-            return _largest(size, most)
+            return _from(size, _last_of(size, most), most)
 
         return _encoded(gradient, self.density, state, choose)
 
@@ -68,12 +68,12 @@ class Dct(AbstractCodec):
     """Send elements of each gradient that exceed a threshold, which is chosen now and then.
 
     Between choices elements are compared, which is faster than finding the largest. A threshold
-    that has become too low would send more: no more than the density are sent, the largest of
-    them. One that has become too high sends fewer, and the rest of the message says nothing.
+    that has become too low would send more than the density, and is chosen anew at once. One that
+    has become too high sends fewer, and the rest of the message says nothing.
 
     Args:
         density: how much of each tensor is sent at most, above 0 and up to 1.
-        threshold_every: steps from one choice of the thresholds to the next.
+        threshold_every: steps from one choice of the thresholds to the next, at most.
 
     Raises:
         ConfigurationError: another density, or no steps.
@@ -110,14 +110,15 @@ class Dct(AbstractCodec):
         def choose(size: Tensor, most: int) -> Tensor:
             least = torch.finfo(size.dtype).smallest_normal
             before = state.get("threshold", size.new_full((), least))
-            threshold = before
-            if age % self.threshold_every == 0:
-                # of a gradient that is 0 none is sent, and not all of it
-                threshold = size.topk(most).values[-1].clamp(min=least)
-            state["threshold"] = unless_broken(gradient, threshold, before)
-            chosen = size >= threshold
+            chosen = size >= before
+            is_due = age % self.threshold_every == 0
             # where the host runs ahead of a device, it waits here
-            return chosen if int(chosen.sum()) <= most else _largest(size, most)
+            if not is_due and int(chosen.sum()) <= most:
+                return chosen
+            # of a gradient that is 0 none is sent, and not all of it
+            threshold = _last_of(size, most).clamp(min=least)
+            state["threshold"] = unless_broken(gradient, threshold, before)
+            return _from(size, threshold, most)
 
         return _encoded(gradient, self.density, state, choose)
 
@@ -180,8 +181,12 @@ def _decoded(sent: Sequence[Tensor], like: Tensor) -> Tensor:
     return room.scatter_(0, positions.to(torch.int64), values)[:-1].view(like.shape)
 
 
-def _largest(size: Tensor, most: int) -> Tensor:
-    """Say which are the largest, exactly so many; of equal ones the first, on every device."""
-    last = size.topk(most).values[-1]
+def _last_of(size: Tensor, most: int) -> Tensor:
+    """Return the smallest of so many largest."""
+    return size.topk(most).values[-1]
+
+
+def _from(size: Tensor, last: Tensor, most: int) -> Tensor:
+    """Say which are as large as the last of so many; of equal ones the first, on every device."""
     above, ties = size > last, size == last
     return above | (ties & (ties.cumsum(0) <= most - above.sum()))
