@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_cyclic.plugin.callbacks.memory_timeline import MemoryTimeline
     from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
     from lightning_cyclic.runtime.codecs.base import AbstractCodec
+    from lightning_cyclic.runtime.codecs.power_sgd import PowerSgd
     from lightning_cyclic.runtime.codecs.sparse import Dct, TopK
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "PipelineStrategy",
     "Plan",
     "PlanError",
+    "PowerSgd",
     "SparseStatePrecision",
     "StepError",
     "TopK",
@@ -73,6 +75,7 @@ _HOMES = {
     "SparseStatePrecision": "plugin.precision.sparse_state",
     "AbstractCodec": "runtime.codecs.base",
     "Dct": "runtime.codecs.sparse",
+    "PowerSgd": "runtime.codecs.power_sgd",
     "TopK": "runtime.codecs.sparse",
 } | {name: "errors" for name in __all__ if name.endswith("Error")}
 

@@ -48,7 +48,7 @@ class CyclicStrategy(PlannedStrategy):
         compress: what workers send of gradients. "fp32", "bf16" or "fp16": in which sums of them
             travel; each is rounded where it is sent, and the next gradient added in the wider of
             both dtypes. A codec sends less of each worker's own, straight to its owner:
-            :class:`Dct`, :class:`TopK`, or one of your own
+            "int8", :class:`TopK`, :class:`Dct`, :class:`PowerSgd`, or one of your own
             (docs/compression.md). [sums in the dtype of the gradients, and "fp32" where they have
             a lower precision: docs/options.md]
         transport: how messages travel: "auto" (on CPUs by name over gloo; on GPUs over NCCL,

@@ -30,7 +30,7 @@ from lightning_cyclic.runtime.whole_step.session import auto_stages
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds
 
 Checkpointing: TypeAlias = Literal["never", "always", "except_last", "optimal"]
-Compress: TypeAlias = Literal["fp32", "bf16", "fp16"] | AbstractCodec
+Compress: TypeAlias = Literal["fp32", "bf16", "fp16", "int8"] | AbstractCodec
 Clipping: TypeAlias = Literal["stage", "global"]
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_cyclic import AbstractCodec, Dct, TopK
+from lightning_cyclic import AbstractCodec, Dct, PowerSgd, TopK
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.runtime.codecs.choice import codec_of
 from tests.harness.processes import here
@@ -30,6 +30,7 @@ NUM_STEPS = 6
 ROWS = 5
 DCT = Dct(density=0.05, threshold_every=2)
 TOP = TopK(density=0.1)
+POWER = PowerSgd(rank=2)
 
 
 class Signs(AbstractCodec):
@@ -141,7 +142,9 @@ def differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("n", "codec"), [(2, TOP), (4, DCT), (2, Signs()), more(2, DCT), more(4, TOP)], ids=str
+    ("n", "codec"),
+    [(2, TOP), (4, DCT), (2, Signs()), (2, "int8"), (3, POWER), more(2, DCT), more(4, TOP)],
+    ids=str,
 )
 def test_each_worker_encodes_its_own_and_owners_add_in_order(n: int, codec: Any) -> None:
     expected = by_rule(n, codec)
@@ -158,6 +161,10 @@ def test_each_worker_encodes_its_own_and_owners_add_in_order(n: int, codec: Any)
         ("lockstep_dp", 2, DCT),
         more("lockstep_dp", 4, TOP),
         ("cyclic_dp_v1", 2, TOP),
+        ("cyclic_dp", 4, POWER),
+        ("cyclic_dp", 2, "int8"),
+        ("lockstep_dp", 2, POWER),
+        more("lockstep_dp", 4, "int8"),
         more("cyclic_dp", 4, DCT),
         more("cyclic_dp", 2, Signs()),
     ],
@@ -169,7 +176,9 @@ def test_processes_have_the_bits_of_one(preset: str, n: int, codec: Any) -> None
         assert_same(rank.weights, one.weights)
 
 
-@pytest.mark.parametrize(("n", "codec"), [(2, TOP), (4, DCT)], ids=str)
+@pytest.mark.parametrize(
+    ("n", "codec"), [(2, TOP), (4, DCT), (2, POWER), more(4, POWER), more(2, "int8")], ids=str
+)
 def test_sharded_weights_have_the_bits_of_whole_ones(n: int, codec: Any) -> None:
     whole, sharded = (fit(preset, n, codec) for preset in ("cyclic_dp", "cyclic_zero"))
     for one, other in zip(whole, sharded, strict=True):
@@ -198,6 +207,13 @@ def test_batches_that_are_added_up_are_encoded_once() -> None:
         assert_same(rank.weights, expected)
 
 
+def test_one_worker_that_is_alone_encodes_nothing() -> None:
+    """Under a rule that reads old weights, too, which makes it a worker like others."""
+    for preset in ("cyclic_dp", "cyclic_dp_v1"):
+        (plain,), (coded,) = (fit(preset, 1, codec) for codec in (None, TOP))
+        assert_same(coded.weights, plain.weights)
+
+
 def compared(trainer: Any, module: Any) -> int:
     steps: int = trainer.strategy.steps_compared
     return steps
@@ -218,7 +234,7 @@ def behind(n: int, num_ranks: int, codec: Any, file: Path, **flags: Any) -> list
 
 @pytest.mark.parametrize(
     ("n", "num_ranks", "codec"),
-    [(2, 2, DCT), (2, 1, TOP), more(4, 4, TOP), more(2, 2, Signs())],
+    [(2, 2, DCT), (2, 1, TOP), (2, 2, POWER), more(4, 4, TOP), more(2, 2, Signs())],
     ids=str,
 )
 def test_stop_anywhere_and_go_on_with_the_same_bits(
@@ -288,12 +304,24 @@ class Broken(Net):
         return grad
 
 
-@pytest.mark.parametrize("codec", [TOP, DCT], ids=str)
+@pytest.mark.parametrize("codec", [TOP, DCT, POWER], ids=str)
 def test_a_gradient_that_is_not_finite_arrives(codec: Any) -> None:
     for rank in fit("lockstep_dp", 2, codec, make=partial(Broken, NUM_STEPS - 1)):
         assert rank.weights["net.2.weight"][7, 7].isnan()
     for rank in fit("lockstep_dp", 2, codec, make=partial(Broken, None)):
         assert rank.weights["net.2.weight"].isfinite().all()
+
+
+def test_a_loss_scale_sees_it_in_what_has_no_memory() -> None:
+    """The step is left out, on all workers alike."""
+    flags: dict[str, Any] = {"plugins": [precision(2.0**10)]}
+    broken, whole = (
+        fit("lockstep_dp", 2, "int8", make=partial(Broken, at), **flags) for at in (3, None)
+    )
+    for rank, other in zip(broken, whole, strict=True):
+        assert_same(rank.weights, broken[0].weights)
+        assert all(x.isfinite().all() for x in rank.weights.values())
+        assert differ(rank.weights, other.weights)
 
 
 # ---------------------------------------------------------------------- bytes
@@ -368,9 +396,10 @@ class Rows(Net):
          {"accumulate_grad_batches": 2}),
         (Tiny, 2, {"stages": 2}, r"with Tiny, .* takes none: .* float32 and shape \[4, 32\]; "
          "allowed: .* 256", {}),
+        (Net, 2, {"compress": PowerSgd(rank=16)}, r"shape \[32, 32\]; .* \(of a lower rank\)", {}),
         (Rows, 2, {}, "'table' makes sparse gradients, .* allowed: dense ones", {}),
     ],
-    ids=["scale", "accumulate", "nothing to encode", "sparse"],
+    ids=["scale", "accumulate", "nothing to encode", "rank", "sparse"],
 )  # fmt: skip
 def test_what_does_not_go_with_a_codec(
     make: Any, num_ranks: int, options: dict[str, Any], says: str, flags: dict[str, Any]

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from lightning_cyclic.runtime.codecs.base import AbstractCodec
+from lightning_cyclic.runtime.codecs.blocks import Int8
 from lightning_cyclic.runtime.gradient_store import WIRE_DTYPES
 
-CODECS: Final[Mapping[str, Callable[[], AbstractCodec]]] = {}
+CODECS: Final[Mapping[str, Callable[[], AbstractCodec]]] = {"int8": Int8}
 NAMES: Final = (*WIRE_DTYPES, *CODECS)
 
 
