@@ -32,13 +32,18 @@ if TYPE_CHECKING:
     from lightning_cyclic.plugin.callbacks.gradient_norms import GradientNorms
     from lightning_cyclic.plugin.callbacks.memory_timeline import MemoryTimeline
     from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
+    from lightning_cyclic.runtime.codecs.base import AbstractCodec
+    from lightning_cyclic.runtime.codecs.power_sgd import PowerSgd
+    from lightning_cyclic.runtime.codecs.sparse import Dct, TopK
 
 __all__ = [
     "PRESETS",
+    "AbstractCodec",
     "ActionSyntaxError",
     "ConfigurationError",
     "CyclicError",
     "CyclicStrategy",
+    "Dct",
     "EarlyBirdPruning",
     "GradientNorms",
     "LocalSteps",
@@ -47,8 +52,10 @@ __all__ = [
     "PipelineStrategy",
     "Plan",
     "PlanError",
+    "PowerSgd",
     "SparseStatePrecision",
     "StepError",
+    "TopK",
     "ValidationError",
     "VerificationError",
     "WaitTimeoutError",
@@ -68,6 +75,10 @@ _HOMES = {
     "GradientNorms": "plugin.callbacks.gradient_norms",
     "MemoryTimeline": "plugin.callbacks.memory_timeline",
     "SparseStatePrecision": "plugin.precision.sparse_state",
+    "AbstractCodec": "runtime.codecs.base",
+    "Dct": "runtime.codecs.sparse",
+    "PowerSgd": "runtime.codecs.power_sgd",
+    "TopK": "runtime.codecs.sparse",
 } | {name: "errors" for name in __all__ if name.endswith("Error")}
 
 register_when_lightning_is_imported()

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from lightning_cyclic.plan.presets import presets_of
 from lightning_cyclic.plan.weights import LocalSteps
-from lightning_cyclic.plugin.options import Clipping, ReduceDtype
+from lightning_cyclic.plugin.option_values import Clipping, Compress
 from lightning_cyclic.plugin.strategy import Inherited, PlannedStrategy
 from lightning_cyclic.runtime.transport.choice import Route
 
@@ -48,9 +48,12 @@ class CyclicStrategy(PlannedStrategy):
         disk: a folder, where it lies in a file for workers on CPUs. [none]
         error_feedback: turn each update u_t into 2 * u_t - u_(t-1), for one more buffer of the
             size of the weights. Experimental.
-        reduce_dtype: in which sums of gradients travel: "fp32", "bf16" or "fp16". Each is rounded
-            where it is sent, and the next gradient added in the wider of both dtypes. [that of
-            the gradients, and "fp32" where they have a lower precision: docs/options.md]
+        compress: what workers send of gradients. "fp32", "bf16" or "fp16": in which sums of them
+            travel; each is rounded where it is sent, and the next gradient added in the wider of
+            both dtypes. A codec sends less of each worker's own, straight to its owner:
+            "int8", :class:`TopK`, :class:`Dct`, :class:`PowerSgd`, or one of your own
+            (docs/compression.md). [sums in the dtype of the gradients, and "fp32" where they have
+            a lower precision: docs/options.md]
         transport: how messages travel: "auto" (on CPUs by name over gloo; on GPUs over NCCL,
             channel by channel; with process_group_backend="gloo" through the host's memory), or
             "named", "edges", "host_staged".
@@ -95,7 +98,7 @@ class CyclicStrategy(PlannedStrategy):
         memory_limit_bytes: int | None = None,
         disk: str | os.PathLike[str] | None = None,
         error_feedback: bool = False,
-        reduce_dtype: ReduceDtype | None = None,
+        compress: Compress | None = None,
         transport: Route = "auto",
         save_distributed_checkpoint: bool = False,
         verify: Literal["first_step"] | int = "first_step",
@@ -113,7 +116,7 @@ class CyclicStrategy(PlannedStrategy):
                 "memory_limit_bytes": memory_limit_bytes,
                 "disk": disk,
                 "error_feedback": error_feedback,
-                "reduce_dtype": reduce_dtype,
+                "compress": compress,
                 "transport": transport,
                 "save_distributed_checkpoint": save_distributed_checkpoint,
                 "verify": verify,

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, final
 from typing_extensions import Unpack
 
 from lightning_cyclic.plan.presets import presets_of
-from lightning_cyclic.plugin.options import Checkpointing, Clipping, ReduceDtype
+from lightning_cyclic.plugin.option_values import Checkpointing, Clipping, Compress
 from lightning_cyclic.plugin.strategy import Inherited, PlannedStrategy
 from lightning_cyclic.runtime.transport.choice import Route
 
@@ -48,8 +48,8 @@ class PipelineStrategy(PlannedStrategy):
             freshest weights (said once), "global" otherwise.
         error_feedback: where gradients are old, turn each update u_t into 2 * u_t - u_(t-1), for
             one more buffer of the size of the weights. Experimental.
-        reduce_dtype: in which sums of gradients travel between replicas: "fp32", "bf16" or
-            "fp16". [that of the gradients, and "fp32" where they have a lower precision]
+        compress: in which sums of gradients travel between replicas: "fp32", "bf16" or "fp16".
+            [that of the gradients, and "fp32" where they have a lower precision]
         bandwidth: of each worker, like "10Gbit/s" or bytes per second; stages are cut by it.
             [10Gbit/s]
         transport: how messages travel: "auto" (on CPUs by name over gloo; on GPUs over NCCL,
@@ -95,7 +95,7 @@ class PipelineStrategy(PlannedStrategy):
         disk: str | os.PathLike[str] | None = None,
         clip_norm: Clipping | None = None,
         error_feedback: bool = False,
-        reduce_dtype: ReduceDtype | None = None,
+        compress: Compress | None = None,
         bandwidth: str | float | None = None,
         transport: Route = "auto",
         save_distributed_checkpoint: bool = False,
@@ -113,7 +113,7 @@ class PipelineStrategy(PlannedStrategy):
                 "disk": disk,
                 "clip_norm": clip_norm,
                 "error_feedback": error_feedback,
-                "reduce_dtype": reduce_dtype,
+                "compress": compress,
                 "bandwidth": bandwidth,
                 "transport": transport,
                 "save_distributed_checkpoint": save_distributed_checkpoint,

@@ -44,6 +44,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     relayed_until: Iterable[int] = (),
     group_size: int = 1,
     offloads: bool = False,
+    to_owners: bool = False,
     proved: bool = True,
 ) -> Plan:
     """Make a plan from a preset, with any axis replaced, and prove that it can run.
@@ -78,6 +79,9 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
             [1: each worker is one]
         offloads: put away what a forward of a pipeline leaves for its backward, and bring it back
             before that, where enough is computed between the two. [False: it stays in memory]
+        to_owners: send the gradient of each micro-batch straight to the owner of its stage, who
+            adds them in their order, as sharded weights have it; else partial sums travel, where
+            nothing else asks for it. What a codec makes smaller travels so. [False]
         proved: also prove that the program can run; else only that axes and numbers fit, and that
              the timetable has what it reads, for those who make many plans to run one. [True]
 
@@ -133,6 +137,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         tiers=None,
         offloads=offloads,
         local=given or local_steps(PRESETS[preset], axes),
+        to_owners=to_owners,
     )
     return _proved(plan) if proved else _fitting(plan)
 

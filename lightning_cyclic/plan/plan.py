@@ -49,6 +49,7 @@ class Plan:
         tiers: what is in memory only while it is used. [all is there]
         offloads: whether what a forward leaves is away between it and its backward.
         local: the numbers of weights "local". [none: other weights]
+        to_owners: whether gradients travel to owners one by one, whoever keeps the weights.
     """
 
     preset: str
@@ -73,6 +74,7 @@ class Plan:
     tiers: Tiers | None = None
     offloads: bool = False
     local: LocalSteps | None = None
+    to_owners: bool = False
 
     @cached_property
     def axes(self) -> Axes:
@@ -252,11 +254,15 @@ class Plan:
         return self.group(w)[(self.num_stages - 1 - j) % self.group_size]
 
     @property
+    def owners_add(self) -> bool:
+        """Say whether owners are sent the gradients of all micro-batches, and add them up."""
+        return self.axes.sharding.gathers or self.to_owners
+
+    @property
     def sends_gradients(self) -> bool:
         """Say whether gradients travel, each to who adds several; else sums go to gradients."""
-        _, placement, _, sharding = self.axes
-        is_grouped = placement.runs_whole_micro and self.group_size > 1
-        return sharding.gathers or is_grouped
+        is_grouped = self.axes.placement.runs_whole_micro and self.group_size > 1
+        return self.owners_add or is_grouped
 
     @property
     def copies_of_stages(self) -> int:

@@ -64,7 +64,7 @@ def first_that_counts(plan: Plan) -> int:
 
 def adder(plan: Plan, i: int, j: int, t: int) -> int:
     """Give the worker that adds the gradient of a micro-batch to the sum of those before it."""
-    if plan.axes.sharding.gathers:
+    if plan.owners_add:
         return plan.owner(j)
     w = plan.worker_of(i, j, t)
     return plan.lead(w, j) if plan.sends_gradients else w

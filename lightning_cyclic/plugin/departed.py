@@ -49,7 +49,7 @@ DEPARTED: Final[dict[str, str]] = {
     "num_micro": "use num_microbatches",
     "width": "use replicas",
     "remat": "use activation_checkpointing",
-    "wire_dtype": "use reduce_dtype",
+    "wire_dtype": "use compress",
     "clip": "use clip_norm",
     "groups": "use group_size, how many workers a group has; 'host' is the default",
     "resume": "name the checkpoint to fit: trainer.fit(..., ckpt_path='last'), with "

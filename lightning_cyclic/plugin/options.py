@@ -1,4 +1,4 @@
-"""Options: what the user chose of a plan, each checked by a row of CHECKS, and what follows.
+"""Options: what the user chose of a plan, and what follows (option_values.py checks values).
 
 What an option means, and its default, stands in :class:`CyclicStrategy` or
 :class:`PipelineStrategy`, whichever has it; most are theirs both.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, final, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 
 from torch import nn
 
@@ -26,112 +26,22 @@ from lightning_cyclic.plan.presets import (
 from lightning_cyclic.plan.weights import LocalSteps
 from lightning_cyclic.planner.candidates import DEFAULT_BANDWIDTH, DEFAULT_LATENCY
 from lightning_cyclic.plugin.checks import check_plan, is_stagewise
-from lightning_cyclic.plugin.clipping import CLIPPING
+from lightning_cyclic.plugin.option_values import (
+    Checkpointing,
+    Clipping,
+    Compress,
+    bandwidth_of,
+)
+from lightning_cyclic.runtime.codecs.base import AbstractCodec
+from lightning_cyclic.runtime.codecs.choice import CODECS, codec_of
 from lightning_cyclic.runtime.gradient_store import WIRE_DTYPES, SumDtypes
 from lightning_cyclic.runtime.partial_step.collectives import rank_of
 from lightning_cyclic.runtime.stages.evidence import ClockName
 from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.runtime.whole_step.session import auto_stages
-from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds
+from lightning_cyclic.simulate import Network, parse_seconds
 
-Checkpointing: TypeAlias = Literal["never", "always", "except_last", "optimal", "offload"]
-ReduceDtype: TypeAlias = Literal["fp32", "bf16", "fp16"]
-Clipping: TypeAlias = Literal["stage", "global"]
 Axes: TypeAlias = tuple[tuple[str, str | LocalSteps], ...]
-
-
-class Check(NamedTuple):
-    """Say which values an option may have."""
-
-    passes: Callable[[Any], bool]
-    allowed: str
-    example: str
-
-
-def _one_of(*allowed: str, or_none: bool = False) -> Check:
-    values = (*allowed, None) if or_none else allowed
-    return Check(lambda given: given in values, ", ".join(map(repr, values)), repr(allowed[0]))
-
-
-def _whole(least: int, *words: str | None) -> Check:
-    def passes(given: object) -> bool:
-        is_number = isinstance(given, int) and not isinstance(given, bool)
-        return given in words or (is_number and given >= least)  # type: ignore[operator]
-
-    beside = "".join(f", or {word!r}" for word in words)
-    return Check(passes, f"whole numbers from {least} on{beside}", str(max(least, 2)))
-
-
-def _switch() -> Check:
-    return Check(lambda given: isinstance(given, bool), "True or False", "True")
-
-
-def _are_stages(given: object) -> bool:
-    if isinstance(given, list | tuple):
-        return all(isinstance(path, str) for path in given) and len(set(given)) == len(given)
-    return _whole(1, "auto", "measured").passes(given)
-
-
-def _bandwidth(given: object) -> float:
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        return float(given)
-    try:
-        return parse_bandwidth(str(given))
-    except PlanError:
-        return 0.0
-
-
-CHECKS: Final[Mapping[str, Check]] = {
-    "stages": Check(
-        _are_stages,
-        '"auto", "measured" (by times), a number from 1, or a list of module paths, each once',
-        '["layer2", "layer3"]',
-    ),
-    "num_microbatches": _whole(1, None),
-    "slack": _whole(0),
-    "group_size": _whole(1, "host"),
-    "clip_norm": _one_of(*CLIPPING, or_none=True),
-    "relay_buffers": _one_of("auto", "all"),
-    "replicas": _whole(1),
-    "activation_checkpointing": _one_of(*get_args(Checkpointing)),
-    "memory_limit_bytes": Check(
-        lambda given: (
-            given is None
-            or (isinstance(given, int | float) and not isinstance(given, bool) and given > 0)
-        ),
-        "a number of bytes above 0, or None",
-        "24 * 10**9",
-    ),
-    "disk": Check(
-        lambda given: given is None or isinstance(given, str | os.PathLike),
-        "the path of a folder, or None",
-        '"/tmp"',
-    ),
-    "error_feedback": _switch(),
-    "reduce_dtype": _one_of(*WIRE_DTYPES, or_none=True),
-    "bandwidth": Check(
-        lambda given: given is None or _bandwidth(given) > 0,
-        'text like "10Gbit/s", or bytes per second',
-        '"10Gbit/s"',
-    ),
-    "transport": _one_of(*get_args(Route)),
-    "save_distributed_checkpoint": _switch(),
-    "verify": Check(
-        lambda given: given is False or _whole(0, "first_step").passes(given),
-        '"first_step", the number of first steps that are compared with plain ones, or False',
-        '"first_step"',
-    ),
-}
-
-
-def check_values(given: Mapping[str, Any]) -> None:
-    """Refuse values that options cannot have."""
-    for name, value in given.items():
-        check = CHECKS[name]
-        if not check.passes(value):
-            raise ConfigurationError(
-                f"{name}={value!r}; allowed: {check.allowed}; use {name}={check.example}"
-            )
 
 
 class _Use(NamedTuple):
@@ -157,10 +67,13 @@ _USES: Final[Mapping[str, _Use]] = {
         "workers that run single stages",
         "a pipeline",
     ),
-    "reduce_dtype": _Use(
+    "compress": _Use(
         None,
         lambda options, plan: (
-            not is_stagewise(plan) or options.replicas > 1 or plan.axes.placement.takes_turns
+            not is_stagewise(plan)
+            or options.codec is not None  # of which _check_codec has more to say
+            or options.replicas > 1
+            or plan.axes.placement.takes_turns
         ),
         "workers that send sums of gradients to each other, and not in one replica of a pipeline, "
         "each of whose workers adds up its own",
@@ -245,6 +158,32 @@ def _check_tiers(options: Options, plan: Plan) -> None:
         )
 
 
+def _check_codec(options: Options, plan: Plan) -> None:
+    """Refuse a codec of single gradients where workers add up those of their own stages."""
+    codec, allowed = options.codec, ", ".join(map(repr, WIRE_DTYPES))
+    if plan.placement not in ("replicated", "single"):
+        raise ConfigurationError(
+            f"compress={options.compress!r} with preset {options.preset!r}, whose workers add up "
+            "the gradients of their own stages, and send sums of them at most; allowed here: "
+            f"{allowed}; use compress='bf16', or preset='cyclic_dp', whose workers send each "
+            "their own"
+        )
+    assert codec is not None
+    if plan.axes.weights.is_local:
+        raise ConfigurationError(
+            f"compress={codec!r} with preset {options.preset!r}, whose workers send how their own "
+            f"weights have changed, which no codec takes yet; allowed with it: {allowed}; use "
+            "compress='bf16', or preset='lockstep_dp'"
+        )
+    if codec.has_memory and (options.disk is not None or options.moves_state):
+        raise ConfigurationError(
+            f"compress={codec!r} with memory_limit_bytes={options.memory_limit_bytes}, by which "
+            "optimizer state comes and goes, and which does not count what is left of gradients; "
+            f"allowed: codecs that leave nothing, {allowed}, {', '.join(map(repr, CODECS))}; use "
+            "compress='bf16', or leave memory_limit_bytes out"
+        )
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -271,7 +210,7 @@ class Options:
     memory_limit_bytes: int | None
     disk: str | os.PathLike[str] | None = None
     error_feedback: bool
-    reduce_dtype: ReduceDtype | None
+    compress: Compress | None
     transport: Route
     save_distributed_checkpoint: bool
     verify: Literal["first_step"] | int
@@ -297,6 +236,8 @@ class Options:
                     f"{name}={value!r} with preset {self.preset!r}, which does not use it; "
                     f"allowed: {use.where}; use {use.example}, or leave {name} out"
                 )
+        if self.codec is not None:
+            _check_codec(self, probe)
         if self.activation_checkpointing == "optimal":
             _check_optimal(self, probe)
         if self.disk is not None and is_stagewise(probe):
@@ -387,8 +328,20 @@ class Options:
         Args:
             is_scaled: whether a loss scale follows from gradients that are not finite.
         """
-        wire = None if self.reduce_dtype is None else WIRE_DTYPES[self.reduce_dtype]
+        wire = WIRE_DTYPES.get(self.compress) if isinstance(self.compress, str) else None
         return SumDtypes(wire, may_overflow=is_scaled)
+
+    @property
+    def codec(self) -> AbstractCodec | None:
+        """Return what encodes single gradients; None where they, or sums of them, travel."""
+        return codec_of(self.compress)
+
+    @property
+    def encoders(self) -> int:
+        """Count the workers that encode gradients; one that is alone may stand for several."""
+        workers = self.num_workers or 1
+        several = workers if workers > 1 else self.num_microbatches or 1
+        return several if self.codec is not None and several > 1 else 0
 
     @property
     def clock(self) -> ClockName:
@@ -439,6 +392,7 @@ class Options:
             relayed_until=relayed_until,
             late_updates=self.late_updates,
             norms=self.norms,
+            to_owners=self.encoders > 0,
             **axes,
         )
         if asked and plan.rounds > 1:
@@ -573,5 +527,5 @@ def network_of(bandwidth: str | float | None) -> Network:
     """Return the links between workers, by default those of `lightning-cyclic plan`."""
     return Network(
         latency_s=parse_seconds(DEFAULT_LATENCY),
-        bandwidth_bytes_per_s=_bandwidth(DEFAULT_BANDWIDTH if bandwidth is None else bandwidth),
+        bandwidth_bytes_per_s=bandwidth_of(DEFAULT_BANDWIDTH if bandwidth is None else bandwidth),
     )

@@ -142,7 +142,10 @@ class PipelineTraining(AbstractTraining):
         return writers
 
     def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
-        return replace(config, forms=self._forms, scaled=self._scaling and self._scaled)
+        return replace(
+            config, forms=self._forms, codes=self._codes,
+            scaled=self._scaling and self._scaled,
+        )  # fmt: skip
 
     def _scaled(self, t: int, share: Share) -> Share:
         assert self._scaling is not None

@@ -59,8 +59,9 @@ from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.stages.places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.trees import map_tensors
+from lightning_cyclic.runtime.whole_step.config import SessionConfig
 from lightning_cyclic.runtime.whole_step.engine import Engine
-from lightning_cyclic.runtime.whole_step.session import Session, SessionConfig
+from lightning_cyclic.runtime.whole_step.session import Session
 from lightning_cyclic.runtime.whole_step.tiers import TierConfig
 
 
@@ -93,6 +94,7 @@ class ReplicatedTraining(AbstractTraining):
         config = SessionConfig(
             forms=self._forms,
             sums=options.sums(is_scaled=self._scaling is not None),
+            codes=self._codes,
             make_plan=partial(plan_of_rounds, options),
             stages=options.stages,
             seed=agreed_seed(assembly),

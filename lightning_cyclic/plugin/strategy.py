@@ -27,13 +27,8 @@ from lightning_cyclic.plugin.checkpoint_file import none_on_exception
 from lightning_cyclic.plugin.checkpoint_folder import CheckpointFolder
 from lightning_cyclic.plugin.departed import refuse_departed
 from lightning_cyclic.plugin.hooks import Hooks
-from lightning_cyclic.plugin.options import (
-    CHECKS,
-    Options,
-    check_values,
-    chosen_preset,
-    network_of,
-)
+from lightning_cyclic.plugin.option_values import CHECKS, check_values
+from lightning_cyclic.plugin.options import Options, chosen_preset, network_of
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.strategy_setup import Setup
 from lightning_cyclic.plugin.training import AbstractTraining

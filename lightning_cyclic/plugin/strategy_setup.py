@@ -38,11 +38,12 @@ from lightning_cyclic.plugin.checks import (
     check_samplers,
     workers_per_host,
 )
+from lightning_cyclic.plugin.compression import check_codec
 from lightning_cyclic.plugin.hooks import Hooks
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions, refusing_collectives
-from lightning_cyclic.plugin.replicated import ReplicatedTraining
+from lightning_cyclic.plugin.replicated import ReplicatedTraining, may_accumulate
 from lightning_cyclic.plugin.strategy_checkpoints import Checkpoints
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
 from lightning_cyclic.plugin.training import TO_START, AbstractTraining, start_alike
@@ -189,6 +190,9 @@ class Setup(Checkpoints):
         if fitting and isinstance(self.precision_plugin, SparseStatePrecision):
             self.check_compressed_states(options)
         kind = _kind_of_training(options, fitting=fitting)
+        if kind is not None and fitting and options.codec is not None:
+            accumulates = kind is not ReplicatedTraining and may_accumulate(trainer)
+            check_codec(trainer, options.codec, accumulates=accumulates)
         if kind is not None and fitting:
             sync = self._layer_sync is not None
             check_fit(trainer, trainer.lightning_module, sync_batchnorm=sync)
@@ -220,6 +224,7 @@ class Setup(Checkpoints):
             "save_distributed_checkpoint=True": options.save_distributed_checkpoint,
             "memory_limit_bytes": options.memory_limit_bytes is not None,
             "error_feedback=True": options.error_feedback,
+            f"compress={options.compress!r}": options.codec is not None,
         }
         first = next((what for what, is_so in found.items() if is_so), None)
         if first is not None:

@@ -27,7 +27,7 @@ from lightning_cyclic.compat import LightningModule, Trainer, TrainerFn, rank_ze
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
-from lightning_cyclic.plugin import torn_weights
+from lightning_cyclic.plugin import compression, torn_weights
 from lightning_cyclic.plugin.checks import check_optimizers, scaler_of
 from lightning_cyclic.plugin.clipping import clip_mode, may_clip_by_norm
 from lightning_cyclic.plugin.error_feedback import ErrorFeedback
@@ -43,6 +43,7 @@ from lightning_cyclic.plugin.weight_guard import FreezingWatch
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_module, require_same_number
 from lightning_cyclic.runtime.assembly import Assembly
+from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.failure_words import lack_of_memory, relief
 from lightning_cyclic.runtime.flight_recorder import FOLDER, write_down
 from lightning_cyclic.runtime.loss_scaling import LossScaling
@@ -68,6 +69,8 @@ class AbstractTraining(Hooks, ABC):
         self._plan = plan
         self._reductions = reductions
         self._feedback = ErrorFeedback(is_on=options.error_feedback)
+        codec = options.codec if options.encoders else None
+        self._codes = None if codec is None else Codes(codec)
         self._accumulating = self._is_under_way = False
         self._has_told_stages = self._closed = self._owned_is_kept = False
         self._signals: StopSignals | None = None
@@ -409,7 +412,8 @@ class AbstractTraining(Hooks, ABC):
             "starts": list(session.starts or ()),
         }
         scales = {} if self._scaling is None else {"scales": self._scaling.state()}
-        return used | state | {"feedback": feedback} | scales | self._positions()
+        kept = compression.state_of(self._codes)
+        return used | state | {"feedback": feedback} | kept | scales | self._positions()
 
     def _positions(self) -> dict[str, Any]:
         """Return which batches come next, in which order, and what hooks draw on this rank."""
@@ -450,6 +454,7 @@ class AbstractTraining(Hooks, ABC):
         self._feedback.put_state(
             state.get("feedback", {}), self._session.named() if goes_on else {}
         )
+        compression.put_state(self._codes, saved or {}, self._options.encoders)
         if self._scaling is not None:  # else it goes on from what the scaler itself has loaded
             self._scaling.put_state(state.get("scales") or {})
         return goes_on

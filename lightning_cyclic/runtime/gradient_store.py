@@ -75,10 +75,9 @@ class SumDtypes:
         if bool(sent.isfinite().all()) or not bool(x.isfinite().all()):
             return
         raise StepError(
-            f"gradients have an element of {float(x.abs().max()):g}, but reduce_dtype='fp16' "
-            "sends "
+            f"gradients have an element of {float(x.abs().max()):g}, but compress='fp16' sends "
             f"none above {torch.finfo(torch.float16).max:g}; allowed: smaller gradients, or a "
-            "dtype with a larger range; use reduce_dtype='bf16', or "
+            "dtype with a larger range; use compress='bf16', or "
             "Trainer(precision='16-mixed'), which leaves out such a step"
         )
 
@@ -136,6 +135,14 @@ class GradientStore:
             if total is not None and is_wider:
                 self._sums[t, j] = self._added(total, self._own.pop((t, j)))
 
+    @contextmanager
+    def apart(self, t: int, j: int) -> Iterator[None]:
+        """Let what the body leaves in ``p.grad`` of a stage be by itself, till it is added."""
+        try:
+            yield
+        finally:
+            self.hide(t, j)
+
     def show(self, t: int, j: int) -> Sum:
         """Put the sum of a step into ``p.grad`` of a stage."""
         found = self._fitting(j, self.take(t, j))
@@ -157,6 +164,10 @@ class GradientStore:
                 found = kept[t, j] = self._fitting(j, _kept(kept[t, j]))
                 return found.grads
         return [None] * len(self.parameters_of(j))
+
+    def take_own(self, t: int, j: int) -> Sum:
+        """Take the gradients of this worker that are in no sum yet."""
+        return _kept(self._own.pop((t, j)))
 
     def take(self, t: int, j: int) -> Sum:
         own, total = self._own.pop((t, j), None), self._sums.pop((t, j), None)

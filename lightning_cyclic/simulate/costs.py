@@ -7,7 +7,8 @@ backward that takes twice its forward, as matrix products do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Self, final
 
@@ -15,6 +16,7 @@ from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 
 BACKWARD_PER_FORWARD = 2.0  # a backward makes two products where its forward makes one
+_FLOAT32_BYTES = 4
 FIRST_HALF = 0.5  # of a backward that is split: one of those products is for the input
 
 
@@ -173,6 +175,21 @@ class Costs:
             cut_bytes=(cut_bytes,) * num_stages,
             activation_bytes=(activation_bytes / num_stages,) * num_stages,
         )
+
+    def compressed(self, num_bytes: Callable[[int], float]) -> Self:
+        """Return the same of a plan whose gradients a codec makes smaller (``to_owners=True``).
+
+        Seconds in which gradients are encoded are not among them.
+
+        Args:
+            num_bytes: elements of float32 -> bytes that are sent of them; each codec has one.
+
+        Example:
+            >>> Costs.even(2, model_bytes=800.0).compressed(lambda n: n / 2).sent_sum_bytes
+            (50.0, 50.0)
+        """
+        elements = (round(size / _FLOAT32_BYTES) for size in self.sent_param_bytes)
+        return replace(self, sent_sum_bytes=tuple(map(num_bytes, elements)))
 
     def compute_s(self, action: Action) -> float:
         if action.kind is Kind.F:

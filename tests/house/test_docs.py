@@ -348,6 +348,22 @@ def test_values_of_axes_are_documented():
     assert [v for axis in AXES.values() for v in axis if f"`{v}`" not in text] == []
 
 
+def test_python_of_compression_runs(capsys):
+    blocks = [b.text for b in fenced(DOCS / "compression.md") if b.language == "python"]
+    of_dct, of_signs, simulated = blocks
+    names: dict[str, Any] = {}
+    exec(of_dct, names)
+    assert names["strategy"]._chosen.codec == names["Dct"](density=0.01, threshold_every=1000)
+    exec(of_signs, names)
+    codec, state = names["strategy"]._chosen.codec, {}
+    grad, like = torch.tensor([1.0, -5.0, 3.0]), torch.empty(3, device="meta")
+    assert codec.decode(codec.encode(grad, state), like).tolist() == [3, -3, 3]
+    assert state["left"].tolist() == [-2, -2, 0]
+    exec(simulated, names)
+    (said,) = re.findall(r"# (.*)$", simulated, flags=re.M)
+    assert capsys.readouterr().out.strip() == said
+
+
 def test_python_of_options_makes_a_strategy():
     (code,) = [b.text for b in fenced(DOCS / "options.md") if b.language == "python"]
     names: dict[str, Any] = {}

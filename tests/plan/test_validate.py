@@ -212,6 +212,7 @@ WITH = {  # a field of a plan that has a default -> what a large plan is made wi
     "group_size": {"group_size": 2},
     "offloads": {"preset": "1f1b", "offloads": True},
     "local": {"preset": "diloco"},
+    "to_owners": {"to_owners": True},
 }
 
 

@@ -12,7 +12,8 @@ from lightning_cyclic import PRESETS, CyclicStrategy, PipelineStrategy
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import workers_per_host
-from lightning_cyclic.plugin.options import CHECKS, Options
+from lightning_cyclic.plugin.option_values import CHECKS
+from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.strategy import Inherited
 from lightning_cyclic.registration import make_strategy
 

@@ -1,8 +1,9 @@
 import pytest
 
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan import make_plan, programs_of
 from lightning_cyclic.plan.actions import parse
-from lightning_cyclic.simulate import Costs, Network
+from lightning_cyclic.simulate import Costs, Network, simulate
 
 COSTS = Costs(
     forward_s=(1.0, 2.0),
@@ -34,6 +35,21 @@ def test_seconds_of_compute(text, seconds):
 )  # fmt: skip
 def test_bytes_of_messages(text, num_bytes):
     assert COSTS.message_bytes(parse(text)) == num_bytes
+
+
+def test_a_codec_is_counted_where_gradients_are_and_nowhere_else():
+    costs = Costs.even(2, compute_s=3.0, model_bytes=8000.0)
+    small = costs.compressed(lambda n: n / 10)  # of 1000 elements of each stage
+    for text in ("0SEND_H0>1#0", "1RECV_H1<1#0"):
+        assert costs.message_bytes(parse(text)) == 4000.0
+        assert small.message_bytes(parse(text)) == 100.0
+    assert small.message_bytes(parse("0RECV_P@1<1#0")) == 4000.0
+    numbers = {"num_stages": 2, "num_workers": 2, "num_steps": 8}
+    network = Network(bandwidth_bytes_per_s=1000.0)
+    sums, gradients = (make_plan("cyclic_dp", to_owners=x, **numbers) for x in (False, True))
+    usual = simulate(programs_of(sums), costs, network)
+    coded = simulate(programs_of(gradients), small, network)
+    assert coded.step_s < 0.5 * usual.step_s
 
 
 def test_even_stages_sum_up_to_the_model():

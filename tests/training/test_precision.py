@@ -53,14 +53,14 @@ def plugin(precision: str) -> Precision:
         ("cyclic_pipeline", 2, "64-true", {"stages": 4}),
         # sums that travel: of workers
         ("lockstep_dp", 2, "bf16-true", {"stages": 4}),
-        ("cyclic_zero", 2, "32-true", {"stages": 4, "reduce_dtype": "bf16"}),
-        more("cyclic_dp", 2, "32-true", {"stages": 4, "reduce_dtype": "fp16"}),
+        ("cyclic_zero", 2, "32-true", {"stages": 4, "compress": "bf16"}),
+        more("cyclic_dp", 2, "32-true", {"stages": 4, "compress": "fp16"}),
         # of groups, which add in two places
-        ("cyclic_dp", 4, "32-true", {"stages": 4, "group_size": 2, "reduce_dtype": "bf16"}),
+        ("cyclic_dp", 4, "32-true", {"stages": 4, "group_size": 2, "compress": "bf16"}),
         more("cyclic_dp", 4, "bf16-true", {"stages": 4, "group_size": 2}),
         # of replicas
         ("1f1b", 4, "bf16-true", {"stages": 2, "replicas": 2}),
-        ("pipedream_2bw", 4, "32-true", {"stages": 2, "replicas": 2, "reduce_dtype": "bf16"}),
+        ("pipedream_2bw", 4, "32-true", {"stages": 2, "replicas": 2, "compress": "bf16"}),
         # of workers that take turns
         ("cyclic_mp", 2, "bf16-true", {"stages": 2}),
         more("cyclic_mp", 4, "bf16-true", {"stages": 4}),
@@ -76,7 +76,7 @@ def test_every_rank_has_the_bits_of_its_rule(
     job = Job(case=case, num_steps=6, num_epochs=1, num_microbatches=m, flags=flags)
     ranks = pipelines(job, num_ranks, preset=preset, **options)
     reference = Reference(job, ranks[0]["stage_of"], plugin(precision))
-    reference.train(ranks[0]["plan"], dtype=DTYPES[options.get("reduce_dtype")]).compare(ranks)
+    reference.train(ranks[0]["plan"], dtype=DTYPES[options.get("compress")]).compare(ranks)
 
 
 def test_mixed_precision_with_rematerialisation() -> None:

@@ -21,7 +21,13 @@ from lightning.pytorch.plugins.precision import Precision, TransformerEnginePrec
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_cyclic import PRESETS, CyclicStrategy, PipelineStrategy, SparseStatePrecision
+from lightning_cyclic import (
+    PRESETS,
+    CyclicStrategy,
+    PipelineStrategy,
+    SparseStatePrecision,
+    TopK,
+)
 from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan.presets import AXES
 from lightning_cyclic.plugin.checks import check_fit
@@ -38,6 +44,7 @@ from tests.references.scaled import precision
 
 CDP, F1B = ({x: getattr(PRESETS[name], x) for x in AXES} for name in ("cyclic_dp", "1f1b"))
 PIPELINE = partial(PipelineStrategy, "1f1b")
+TOP = TopK(density=0.5)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +101,17 @@ PIPELINE = partial(PipelineStrategy, "1f1b")
          "stages='measured'", "use stages='auto', a number", "use "),
         (PipelineStrategy, {"preset": F1B | {"sharding": "optimizer"}}, "optimizer", "none", ""),
         (CyclicStrategy, {"group_size": 0}, "group_size=0", "whole numbers from 1 on", "use "),
-        (CyclicStrategy, {"reduce_dtype": "int8"}, "dtype='int8'", "'fp32', 'bf16'", "use "),
-        (PIPELINE, {"reduce_dtype": "bf16"}, "'bf16' with preset '1f1b', which does", "", ""),
-        (partial(PipelineStrategy, "pipedream_2bw"), {"reduce_dtype": "bf16"},
-         "reduce_dtype='bf16' with preset 'pipedream_2bw', which does not use it", "", ""),
+        (CyclicStrategy, {"compress": "int4"}, "compress='int4'", "'fp32', 'bf16'", "use "),
+        (CyclicStrategy, {"compress": TopK}, "compress=<class", "as TopK(density=0.01)", "use "),
+        (CyclicStrategy, {"compress": TOP, "preset": "lockstep_dp", "disk": ".",
+                          "memory_limit_bytes": 9},
+         "compress=TopK(density=0.5) with memory_limit_bytes=9", "codecs that leave", "use "),
+        (PIPELINE, {"compress": TOP, "replicas": 2},
+         "compress=TopK(density=0.5) with preset '1f1b'", "'fp32', 'bf16', 'fp16'",
+         "use compress='bf16'"),
+        (PIPELINE, {"compress": "bf16"}, "'bf16' with preset '1f1b', which does", "", ""),
+        (partial(PipelineStrategy, "pipedream_2bw"), {"compress": "bf16"},
+         "compress='bf16' with preset 'pipedream_2bw', which does not use it", "", ""),
         (PIPELINE, {"error_feedback": True}, "error_feedback=True with preset '1f1b', which does "
          "not use it", "", "use "),
         (PIPELINE, {"error_feedback": 1}, "error_feedback=1", "True or False", "use "),
@@ -395,9 +409,9 @@ def one_refuses(
         *(one_refuses(m.Chain, "ConfigurationError", "StepsItself.optimizer_step is not ",
                       strategy=strategy, plugins=[OnEachRank(StepsItself)])
           for strategy in ({"preset": "cyclic_dp"}, pipeline("layers.2", preset="1f1b"))),
-        one_refuses(m.Steep, "StepError", "reduce_dtype='fp16' sends none above 65504",
+        one_refuses(m.Steep, "StepError", "compress='fp16' sends none above 65504",
                     "gradients have an element of ",
-                    strategy={"preset": "cyclic_dp", "reduce_dtype": "fp16"}),
+                    strategy={"preset": "cyclic_dp", "compress": "fp16"}),
         all_refuse(m.Chain, "PlanError", "group_size=3 with 2 workers; all groups have as many",
                    stages=4, group_size=3),
         # compressed states
@@ -546,7 +560,7 @@ def fit_unlike(what: str, preset: str) -> None:
         masks = random_masks(m.Chain(), kept=0.3 + 0.1 * here().rank)
         flags["plugins"] = [SparseStatePrecision(masks)]
     else:
-        strategy["reduce_dtype"] = "bf16" if here().rank else None
+        strategy["compress"] = "bf16" if here().rank else None
     if preset == "gpipe":
         strategy |= {"replicas": 2, "stages": 1, "num_microbatches": 2}
     make_trainer(strategy, max_epochs=1, **flags).fit(m.Chain(), batches("good"))
@@ -558,7 +572,7 @@ def fit_unlike(what: str, preset: str) -> None:
     [
         ("masks", "cyclic_dp", ["ranks differ in masks: ", "layers"]),
         *(("dtype", preset, [f"StepError: ranks differ in the arguments of {door}: ",
-                             "reduce_dtype=None", "reduce_dtype='bf16'"])
+                             "compress=None", "compress='bf16'"])
           for preset, door in [("cyclic_dp", "CyclicStrategy"), ("gpipe", "PipelineStrategy")]),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -249,7 +249,7 @@ def fit_thawing(job: Job, strategy: Any, name: str, folder: Path) -> Outcome:
 @pytest.mark.parametrize(
     ("preset", "net", "name", "options"),
     [
-        more("lockstep_dp", "llama", "model.lm_head.weight", {"reduce_dtype": "bf16"}),
+        more("lockstep_dp", "llama", "model.lm_head.weight", {"compress": "bf16"}),
         ("1f1b", "gpt2", EMBEDDING, {"stages": 2}),  # which stages share
     ],
     ids=in_words,

@@ -27,6 +27,12 @@ def check_fit(plan: Plan) -> None:
     _check_norms(plan)
     _check_groups(plan)
     _check_offloads(plan)
+    if plan.to_owners and not (placement.runs_whole_micro or plan.placement == "single"):
+        raise PlanError(
+            f"to_owners=True with placement {plan.placement!r}, whose workers add up the "
+            "gradients of their own stages; allowed: placements 'replicated' and 'single'; use "
+            "to_owners=False, or preset='cyclic_dp'"
+        )
     if problem := placement.misfit() or schedule.misfit():
         raise PlanError(problem)
     fitting = schedules_of(plan.placement)
@@ -192,6 +198,7 @@ def _check_local(plan: Plan) -> None:
         "num_microbatches": (plan.num_microbatches, (plan.num_workers,), "one micro-batch of "
                              "each worker per step, for its own update"),
         "group_size": (plan.group_size, (1,), "workers that are not staggered"),
+        "to_owners": (plan.to_owners, (False,), "differences of weights, whose sums travel"),
         "norms": (plan.norms, ("none",), "gradients of which each worker uses its own alone"),
     }  # fmt: skip
     for name, (given, allowed, what) in rows.items():

@@ -38,7 +38,7 @@ SMALLER: Final = frozenset(
 KEPT: Final = frozenset(
     {
         "preset", "schedule", "placement", "weights", "sharding", "late_updates", "norms",
-        "updates_meet", "offloads",
+        "updates_meet", "offloads", "to_owners",
     }
 )  # fmt: skip
 

@@ -4,9 +4,10 @@
 
 Where one worker runs a micro-batch and the one before it, its backward adds at once. Else ADD
 does, behind the backward; within groups at the worker that leads in the stage, which adds the
-gradients of the group one after the other. Where owners add (sharding "full") gradients travel to
-them: an owner is ready for each while the backward is run from which it comes, and adds it behind
-that; neither before the own step begins, as a flush leaves nothing pending, nor behind the update.
+gradients of the group one after the other. Where owners add (sharding "full", or a codec of
+gradients) gradients travel to them: an owner is ready for each while the backward is run from
+which it comes, and adds it behind that; neither before the own step begins, as a flush leaves
+nothing pending, nor behind the update.
 
 Of local steps differences of weights are added, which need the whole backward: behind all else
 that a worker does alone.
@@ -34,7 +35,8 @@ def adds(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     """
     if plan.axes.weights.is_local:
         return _of_differences(plan, program, w)
-    return (_at_owner if plan.axes.sharding.gathers else _behind_backwards)(plan, program, w)
+    travel = plan.owners_add and plan.axes.placement.runs_whole_micro
+    return (_at_owner if travel else _behind_backwards)(plan, program, w)
 
 
 def _of_differences(plan: Plan, program: Program, w: int) -> Iterator[Action]:
@@ -61,7 +63,7 @@ def _added_behind(plan: Plan, a: Action, w: int) -> Sequence[int]:
     i = a.i or 0
     if i < first_that_counts(plan) or adder(plan, i, a.j, a.t) != w:
         return ()
-    if plan.sends_gradients:
+    if plan.sends_gradients and plan.axes.placement.runs_whole_micro:
         return range(first := i - w % plan.group_size, first + plan.group_size)
     return () if adds_at_once(plan, a) else (i,)
 

@@ -65,6 +65,8 @@ def lanes(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
 def _lane(plan: Plan, a: Action, w: int) -> Lane:
     if a.kind is Kind.ADD or a.payload in (Payload.S, Payload.T):
         return Lane.SUMS
+    if a.payload is Payload.H and plan.to_owners:
+        return Lane.SUMS  # who sends them makes them smaller first, beside the compute
     sender = w if a.kind is Kind.SEND else a.peer
     is_handed_on = a.payload is Payload.P and sender != plan.owner(a.j)
     return Lane.WEIGHTS if is_handed_on else Lane.MAIN

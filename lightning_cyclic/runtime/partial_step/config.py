@@ -12,6 +12,7 @@ from lightning_cyclic.plan import Plan, program_of
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.passes.batches import first_stage, teller
 from lightning_cyclic.plan.passes.messages import message
+from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.gradient_store import AS_MADE, Gradients, SumDtypes
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.micro_batches import SplitBatch
@@ -50,6 +51,7 @@ class StagewiseConfig:
         is_delayed: whether the plan reads versions older than the newest.
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
+        codes: of gradients, where a codec makes them smaller. [as they are]
         state_per_param: bytes of optimizer state per byte of parameters.
         make_home: (bytes) -> where what forwards save lies meanwhile. [in memory]
         timeout_s: limit of waits for that, in seconds.
@@ -82,6 +84,7 @@ class StagewiseConfig:
     is_delayed: bool = False
     forms: WeightForms = ALL
     sums: SumDtypes = AS_MADE
+    codes: Codes | None = None
     verify: int = 0
     state_per_param: float = 0.0
     make_home: Callable[[int], AbstractHome] | None = None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_cyclic.plan.actions import GO_BACK, MAKE_GRADIENTS, Action, Kind, Payload
 from lightning_cyclic.plan.roles import completes, gradient_sources
 from lightning_cyclic.runtime.bits import put, unseen
+from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.gradient_store import Sum, refuse_sparse
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.batches import Batches
@@ -59,6 +60,7 @@ class Exchange:
         self._worker = own.worker
         self._step = step
         self._ownership = own.ownership
+        self._codes = config.codes
         self._grads = updates.grads
         self._norms = updates.norms
         self._packets: dict[Key, Packet] = {}  # by the stage that takes them
@@ -82,7 +84,9 @@ class Exchange:
     def backward(self, a: Action) -> None:
         """Run B, I or W, and add what gradients it makes of weights to the sum of the step."""
         assert a.i is not None
-        with self._grads.adding(a.t, a.j):
+        grads = self._grads
+        adding = grads.adding if self._codes is None else grads.apart  # which ADD encodes
+        with adding(a.t, a.j):
             if a.kind is Kind.W:
                 gone = self._step.weight_gradients(a, self._tied_gradients(a))
             else:
@@ -95,8 +99,18 @@ class Exchange:
 
     def add(self, a: Action) -> None:
         """Add the own gradients to the sum that came, which comes first in the addition."""
-        self._grads.add(a.t, a.j)
+        self._grads.add(a.t, a.j, None if self._codes is None else self._coded(self._codes, a))
         self._look_if_complete(a)
+
+    def _coded(self, codes: Codes, a: Action) -> Sum:
+        """Return the gradients of a micro-batch as its owner would have them of a worker."""
+        assert a.i is not None
+        own = self._grads.take_own(a.t, a.j)
+        refuse_sparse(a.j, *own.grads)
+        named = zip(self._own.cuts.parameters[a.j], own.grads, strict=True)
+        return own._replace(
+            grads=[None if x is None else codes.through(a.i, n, x) for n, x in named]
+        )
 
     def _look_if_complete(self, a: Action) -> None:
         if self._tells_norms and completes(self._plan, a, self._worker):

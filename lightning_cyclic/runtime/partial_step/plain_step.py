@@ -22,6 +22,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.plan.roles import source_of_sum
 from lightning_cyclic.runtime.bits import kept
+from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.gradient_store import SumDtypes, takes
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter, Unit
 from lightning_cyclic.runtime.partial_step.evidence import (
@@ -68,6 +69,7 @@ class PlainStep:
     Args:
         stage_of: name -> stage, of parameters and buffers.
         sums: dtypes of sums of gradients.
+        codes: of gradients, if a codec changes them; this changes nothing of what they keep.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -81,6 +83,7 @@ class PlainStep:
         not_state: frozenset[str],
         forms: WeightForms,
         sums: SumDtypes,
+        codes: Codes | None,
         written: frozenset[str],
     ) -> None:
         self._module = module
@@ -92,6 +95,7 @@ class PlainStep:
         self._not_state = not_state
         self._forms = forms
         self._dtypes = sums
+        self._codes = self._codes_before = codes
         stages = [stage_of.get(n, 0) for n, _ in module.named_parameters()]
         weights = list(zip(stages, module.parameters(), strict=True))
         self._holders = [*weights, *((j, forms.trained(p)) for j, p in weights)]
@@ -104,6 +108,7 @@ class PlainStep:
     ) -> Plain:  # fmt: skip
         """Run the step for each micro-batch in order; leave everything as it was."""
         before = Snapshot(self._module, self._not_state)
+        self._codes_before = self._codes and self._codes.copied()
         parts = [part._replace(batch=map_tensors(torch.clone, part.batch)) for part in parts]
         evidence, expected = self._run(before, plan, t, parts, call, expect)
 
@@ -136,7 +141,7 @@ class PlainStep:
         undone = undisturbed(self._device, self._held)
         with undone, self._router.open(), self._gradients_apart(), kept(self._written):
             outcomes: list[Outcome] = []
-            sums = PlainSums(plan, t, self._holders, self._dtypes)
+            sums = PlainSums(plan, t, self._holders, self._dtypes, self._coding())
             for part in parts:
                 with sums.adding(part.i):
                     outcomes.append(self._run_part(t, part, call, notes))
@@ -144,6 +149,20 @@ class PlainStep:
             evidence = notes.evidence() | self._gradient_evidence(sums.totals())
             evidence |= state_evidence(self._module, self._not_state, self._stage_of)
             return evidence, expect(outcomes)
+
+    def _coding(self) -> Coding | None:
+        """Return what makes of a gradient of a holder what its owner would have of a worker."""
+        if self._codes_before is None:
+            return None
+        codes = self._codes_before.copied()
+        names = [name for name, _ in self._module.named_parameters()]
+        trained = {id(p) for _, p in self._holders[: len(names)]}
+
+        def coded(i: int, k: int, grad: Tensor) -> Tensor:
+            is_again = k >= len(names) and id(self._holders[k][1]) in trained
+            return grad if is_again else codes.through(i, names[k % len(names)], grad)
+
+        return coded
 
     def _run_part(self, t: int, part: Part, call: Callable[[Any], Any], notes: Notes) -> Outcome:
         randomness = Randomness(self._seed, t, part.i, self._device, self._held)
@@ -182,17 +201,26 @@ class PlainStep:
         return found
 
 
+Coding = Callable[[int, int, Tensor], Tensor]  # (micro-batch, number of a holder, gradient)
+
+
 @final
 class PlainSums:
-    """Add gradients of micro-batches as workers would: each its own, and to what comes."""
+    """Add gradients of micro-batches as workers would: each its own, and to what comes.
+
+    Args:
+        coded: what a codec makes of the gradient of a micro-batch. [nothing does]
+    """
 
     def __init__(
-        self, plan: Plan, t: int, holders: Sequence[tuple[int, nn.Parameter]], dtypes: SumDtypes
-    ) -> None:
+        self, plan: Plan, t: int, holders: Sequence[tuple[int, nn.Parameter]], dtypes: SumDtypes,
+        coded: Coding | None = None,
+    ) -> None:  # fmt: skip
         self._plan = plan
         self._t = t
         self._holders = holders
         self._dtypes = dtypes
+        self._coded = coded
         self._sums: dict[tuple[int, int], Tensor | None] = {}  # by worker and holder
 
     @contextmanager
@@ -202,12 +230,15 @@ class PlainSums:
         aside: dict[int, Tensor] = {}
         for k, (_, p) in enumerate(self._holders):
             grad = self._sums.get((workers[k], k))
-            if grad is not None and not takes(p, grad):
+            if grad is not None and (self._coded is not None or not takes(p, grad)):
                 aside[k], grad = grad, None
             p.grad = grad
         yield
         for k, (j, p) in enumerate(self._holders):
-            w, grad = workers[k], self._added(aside.get(k), p.grad)
+            own = p.grad
+            if own is not None and self._coded is not None:
+                own = self._coded(i, k, own)
+            w, grad = workers[k], self._added(aside.get(k), own)
             before = source_of_sum(self._plan, self._action(i, j))
             if before is not None:
                 came = self._sums.pop((before, k), None)

@@ -24,6 +24,7 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.updates import is_of_update, needs_older, up_to_call
 from lightning_cyclic.runtime.absent import is_absent
+from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.failure_words import Waiter
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.gradient_store import AS_MADE, GradientStore, Sum, SumDtypes
@@ -64,6 +65,7 @@ class Engine:
         aside: lets the body do, in the middle of the step, what is not of the step.
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
+        codes: of gradients, where a codec makes them smaller. [as they are]
         tier: moves optimizer state, where the plan has it come and go.
     """
 
@@ -82,6 +84,7 @@ class Engine:
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
         forms: WeightForms = ALL,
         sums: SumDtypes = AS_MADE,
+        codes: Codes | None = None,
         watch: WeightWatch | None = None,
         flight: FlightRecorder | None = None,
         tier: StateTier | None = None,
@@ -119,7 +122,7 @@ class Engine:
         self.norms = Norms(plan, self._w, self._parameters, self._fetch)
         self._exchange = Exchange(
             module, self._w, stages, self.stores, self._grads, self.norms, self._messages, forms,
-            sums_travel=not plan.axes.sharding.gathers,
+            sums_travel=not plan.owners_add, codes=codes if plan.owners_add else None,
         )  # fmt: skip
         self.shards = self._exchange.shards = self._make_shards(module)
         self._exchange.tier = tier

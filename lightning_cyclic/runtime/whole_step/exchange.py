@@ -1,7 +1,8 @@
 """What a worker that runs whole micro-batches exchanges with others.
 
 S, T, ADD   partial sums of gradients, in micro-batch order, in the buffers they came in
-H, ADD      or gradients, which their owner, or the lead of a group, adds in that order
+H, ADD      or gradients, which their owner, or the lead of a group, adds in that order; a codec
+            may make them smaller, those that their owner has itself as well
 P           versions of parameters, handed on in the buffers they came in
 R, C        module buffers that training changes: what micro-batch i-1 left, to micro-batch i;
 they are copied, as they are small, and code may have replaced them
@@ -21,6 +22,7 @@ from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.runtime.bits import Mark
 from lightning_cyclic.runtime.buffers import Buffer, Layout
+from lightning_cyclic.runtime.codecs.coded import CodedStage, Codes
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
@@ -37,6 +39,7 @@ class Exchange:
 
     Args:
         sums_travel: whether sums of gradients do, and not only gradients, to who adds all.
+        codes: of gradients, where a codec makes those smaller that travel.
     """
 
     def __init__(  # noqa: PLR0913  (all that is exchanged meets here)
@@ -51,6 +54,7 @@ class Exchange:
         forms: WeightForms = ALL,
         *,
         sums_travel: bool = True,
+        codes: Codes | None = None,
     ) -> None:
         self._module = module
         self._worker = worker
@@ -70,11 +74,28 @@ class Exchange:
             if sums_travel
             else [self._layout_of(*pair, dtypes.of_gradients) for pair in pairs]
         )
+        self._coded: list[CodedStage] = []  # by stage, if gradients are
+        if codes is not None:
+            self._code(codes, pairs)
         self._parameter_layouts = [self._layout_of(store, store.parameters) for store in stores]
         self.shards: Shards | None = None  # where workers hold what they use alone
         self.tier: StateTier | None = None  # where optimizer state comes and goes
         self._gradients: dict[tuple[int, int | None, int], Sum] = {}  # that came
         self._handed_on: list[tuple[str, Mark]] = []  # names of buffers, and what was sent
+
+    def _code(
+        self, codes: Codes, pairs: Sequence[tuple[VersionStore, Sequence[nn.Parameter]]]
+    ) -> None:
+        """Lay messages of gradients out as a codec has them."""
+        of_gradients = self._grads.dtypes.of_gradients
+        for names, (store, weights) in zip(self._stages.trained, pairs, strict=True):
+            likes = self._sent_of(store, weights, of_gradients)
+            self._coded.append(CodedStage(codes, names, likes))
+        coded = zip(self._coded, pairs, strict=True)
+        self._added_layouts = [
+            self._messages.layout(each.tensors, len(weights), keeps=store.layout.keeps)
+            for each, (store, weights) in coded
+        ]
 
     def _layout_of(
         self,
@@ -86,17 +107,31 @@ class Exchange:
         sends_all = all(map(self._forms.sends_all, weights))
         if sends_all and all(dtype_of(p.dtype) == p.dtype for p in weights):
             return store.layout_of(weights)
+        as_sent = self._sent_of(store, weights, dtype_of)
+        return self._messages.layout(as_sent, keeps=store.layout.keeps)
+
+    def _sent_of(
+        self,
+        store: VersionStore,
+        weights: Sequence[nn.Parameter],
+        dtype_of: Callable[[torch.dtype], torch.dtype],
+    ) -> list[Tensor]:
+        """Return what is sent for each of some weights of a stage, without values."""
+        sends_all = all(map(self._forms.sends_all, weights))
         sent = (
             store.laid(weights)
             if sends_all
             else [self._forms.compress(p, p.detach()) for p in weights]
         )
-        as_sent = [_like(x, dtype_of(x.dtype)) for x in sent]
-        return self._messages.layout(as_sent, keeps=store.layout.keeps)
+        return [_like(x, dtype_of(x.dtype)) for x in sent]
 
     def add(self, a: Action) -> None:
         """Add gradients that came, or the own, to the sum, which comes first in the addition."""
-        self._grads.add(a.t, a.j, self._gradients.pop((a.t, a.i, a.j), None))
+        gradients = self._gradients.pop((a.t, a.i, a.j), None)
+        if gradients is None and self._coded:
+            own = self._grads.take_own(a.t, a.j)
+            gradients = own._replace(grads=self._coded[a.j].through(self._worker, own.grads))
+        self._grads.add(a.t, a.j, gradients)
 
     def free(self, a: Action) -> None:
         if a.payload is Payload.O:
@@ -183,11 +218,28 @@ class Exchange:
         marks = None if all(there) else there
         return Message(buffer.tensors, None, word, marks, buffer, leaves=True)
 
+    def _give_gradients(self, a: Action) -> Message:
+        if not self._coded:
+            return self._give_sum(a)
+        grads, word, _ = self._grads.take_own(a.t, a.j)
+        buffer = self._messages.room(self._added_layouts[a.j])
+        self._coded[a.j].write(self._worker, grads, buffer.tensors)
+        there = [x is not None for x in grads]
+        return Message(buffer.tensors, None, word, there, buffer, leaves=True)
+
     def _take_sum(self, a: Action, message: Message) -> None:
         self._grads.put(a.t, a.j, _sum_of(message))
 
     def _take_gradients(self, a: Action, message: Message) -> None:
-        self._gradients[a.t, a.i, a.j] = _sum_of(message)
+        self._gradients[a.t, a.i, a.j] = (
+            self._decoded(self._coded[a.j], message) if self._coded else _sum_of(message)
+        )
+
+    def _decoded(self, coded: CodedStage, message: Message) -> Sum:
+        assert message.buffer is not None
+        grads = coded.read(message.there, message.tensors)
+        message.buffer.let_go()
+        return Sum(grads, message.word)
 
     def _give_parameters(self, a: Action) -> Message:
         assert a.v is not None
@@ -258,7 +310,7 @@ _Take: TypeAlias = Callable[[Exchange, Action, Message], None]
 _WAYS: dict[Payload, tuple[_Give, _Take]] = {
     Payload.S: (Exchange._give_sum, Exchange._take_sum),
     Payload.T: (Exchange._give_sum, Exchange._take_sum),
-    Payload.H: (Exchange._give_sum, Exchange._take_gradients),
+    Payload.H: (Exchange._give_gradients, Exchange._take_gradients),
     Payload.P: (Exchange._give_parameters, Exchange._take_parameters),
     Payload.R: (Exchange._give_buffers, Exchange._take_buffers),
     Payload.C: (Exchange._give_buffers, Exchange._take_buffers),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -23,63 +23,23 @@ from typing_extensions import override
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.absent import is_absent, make_present, num_bytes_of
-from lightning_cyclic.runtime.assembly import Assembly
-from lightning_cyclic.runtime.gradient_store import AS_MADE, SumDtypes
-from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.session import AbstractSession
 from lightning_cyclic.runtime.stages.stage_map import Profile, StageMap, make_stages
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
-from lightning_cyclic.runtime.transport.choice import Route, link
+from lightning_cyclic.runtime.transport.choice import link
 from lightning_cyclic.runtime.values.trees import map_tensors
-from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import Weights, WeightWatch, changed_within
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
+from lightning_cyclic.runtime.whole_step.config import SessionConfig
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, Update
 from lightning_cyclic.runtime.whole_step.engine_state import EngineState
-from lightning_cyclic.runtime.whole_step.tiers import PlannedTiers, TierConfig
+from lightning_cyclic.runtime.whole_step.tiers import PlannedTiers
 
 _LEAST_BYTES = 3 << 19  # of a fine stage: below, its messages cost more than they overlap
 _MOST_FINE = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionConfig:
-    """Hold what the user chose.
-
-    Args:
-        make_plan: (number of stages, relayed stages, stages in which their buffers change last,
-            rounds) -> plan.
-        stages: "auto", a number, or module paths that begin stages 1, 2, ...
-        seed: key of the randomness inside training steps.
-        assembly: all ranks.
-        relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
-        paced: whether workers that start together are brought into the timetable's stagger.
-        accumulates: whether a step may have several batches in one round of the plan, of which
-            the last hands buffers on.
-        memory_limit_bytes: most bytes of parameters that a worker may have for good. [any number]
-        outcomes: is told whether gradients were finite, where a loss scale follows from it.
-            [gradients must be]
-        forms: what of weights is trained, and travels. [all]
-        sums: dtypes of sums of gradients.
-        tiers: where optimizer state lies while it is not used. [in memory]
-    """
-
-    make_plan: Callable[[int, tuple[int, ...], tuple[int, ...], int], Plan]
-    stages: int | str | Sequence[str]
-    seed: int
-    assembly: Assembly
-    route: Route = "auto"
-    relay_buffers: str = "auto"
-    paced: bool = True
-    accumulates: bool = False
-    memory_limit_bytes: int | None = None
-    outcomes: Outcomes | None = None
-    forms: WeightForms = ALL
-    sums: SumDtypes = AS_MADE
-    tiers: TierConfig | None = None
 
 
 def auto_stages(num_workers: int, num_bytes: int, *, come_and_go: bool = False) -> int:
@@ -497,7 +457,8 @@ class Session(AbstractSession):
         self.engine = Engine(
             self.module, plan, stages, self.transport, self._update, state,
             paced=self._config.paced, aside=self._aside, forms=self._config.forms,
-            sums=self._config.sums, watch=self._watch, flight=self.flight, tier=tier,
+            sums=self._config.sums, codes=self._config.codes, watch=self._watch,
+            flight=self.flight, tier=tier,
         )  # fmt: skip
         named = self.named()
         rest = {n: p for n, p in named.items() if n not in stages.stage_of}
