@@ -298,7 +298,7 @@ def _fewer(plan: Plan) -> dict[str, Any]:
     )  # first, last and one between: replicas differ in nothing else
     size = min(plan.group_size, 3)  # the same of groups
     of_each = plan.num_microbatches // plan.replicas // plan.rounds // plan.group_size
-    most = 8 if plan.local is None else 4  # whose period has steps for each stage
+    most = 8 if plan.local is None else 6  # whose period has steps for each stage
     scale = Fraction(most, max(plan.num_stages, of_each))
     num_stages = max(min(plan.num_stages, 2), round(plan.num_stages * scale))
     num_microbatches = min(of_each, max(num_stages, round(of_each * scale))) * replicas

@@ -91,8 +91,10 @@ class LocalWeights:
             for p in parameters:
                 p.grad = None
             if self._plan.exchanges(t, j):
-                differences = [self._outer[p] - p.detach() for p in parameters]
-                self._grads.extend(t, j, Sum(list(differences), words[j]))
+                differences = [
+                    self._outer[p] - p.detach() if p.requires_grad else None for p in parameters
+                ]
+                self._grads.extend(t, j, Sum(differences, words[j]))
 
     def update_outer(self, t: int, stages: Collection[int]) -> None:
         """Make new outer weights of stages, of sums of differences in ``p.grad``."""
@@ -101,15 +103,16 @@ class LocalWeights:
                 continue
             pairs = list(zip(self._masters[j].values(), self._grads.parameters_of(j), strict=True))
             for master, p in pairs:
-                assert p.grad is not None  # as all have differences of all weights
-                master.grad = p.grad.to(master.dtype) / self._plan.num_workers
+                if p.grad is not None:  # else it is frozen
+                    master.grad = p.grad.to(master.dtype) / self._plan.num_workers
             if pairs:
                 self._optimizers[j].step()
-            for p in self._stores[j].parameters:  # those that are frozen since go back
+            for p in self._stores[j].parameters:  # what is frozen since goes back
                 p.data.copy_(self._outer[p])
             for master, p in pairs:
-                master.grad = None
-                p.data.copy_(master.detach())
+                if master.grad is not None:
+                    p.data.copy_(master.detach())
+                    master.grad = None
 
     def meet(self, t: int) -> None:
         """Note new outer weights, which have come as the newest version."""
