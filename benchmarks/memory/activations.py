@@ -25,6 +25,7 @@ from benchmarks.memory.sparse_states import Clock
 from benchmarks.pipeline.model import Case
 from benchmarks.rounds import quiet, result, start
 from lightning_cyclic import MemoryTimeline, PipelineStrategy
+from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.bits import digest
 
 SMOKE = (
@@ -72,7 +73,11 @@ def work(options: dict[str, Any], choice: str, room_bytes: int) -> None:
     g = torch.Generator().manual_seed(1)
     shape = (args.batch, args.length)
     rows: Any = [torch.randint(args.words, shape, generator=g) for _ in range(args.num_steps + 1)]
-    trainer.fit(module, DataLoader(rows, batch_size=None))
+    try:
+        trainer.fit(module, DataLoader(rows, batch_size=None))
+    except PlanError as error:  # a room in which nothing fits
+        result({"refused": str(error).partition(";")[0]})
+        return
     timeline = memory.timeline
     assert timeline is not None
     (step,) = timeline.spans
@@ -122,6 +127,9 @@ def run(args: argparse.Namespace) -> None:
     least_s = min(end["step_s"] for end in whole)
     print(f"{'choice':<10}{'room':>10}{'again':>10}{'planned':>12}{'alive':>12}   time")
     for (choice, room), ends in found.items():
+        if "refused" in ends[0]:
+            print(f"{choice:<10}{room / MB:>7.0f} MB   {ends[0]['refused']}")
+            continue
         assert all(end["digests"] == whole[0]["digests"] for end in ends), "other weights"
         row = [f"{x / MB:.1f} MB" if x else "" for x in (ends[0]["planned"], ends[0]["alive"])]
         cells = [f"{room / MB:.0f} MB" if room else "", ends[0]["again"]]

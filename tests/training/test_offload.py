@@ -127,7 +127,8 @@ def _assert_same_bits(job: Job, num_ranks: int, folder: Path, strategy: dict[str
 )
 def test_models_as_users_change_them(name: str, preset: str, tmp_path: Path) -> None:
     job = Job(case="gpt2", module=getattr(changed, name), dropout=0.2, num_microbatches=8, size=2)
-    _assert_same_bits(job, 1, tmp_path, {"preset": preset, "stages": ["model.transformer.h.2"]})
+    blocks = [f"model.transformer.h.{k}" for k in (1, 2, 3)]  # of zb_h1 two leave no time
+    _assert_same_bits(job, 1, tmp_path, {"preset": preset, "stages": blocks})
 
 
 @pytest.mark.parametrize("preset", ["gpipe", "pipedream_2bw"])
