@@ -1,28 +1,88 @@
-"""PowerSGD: low-rank approximations that go on from step to step, and lose nothing."""
+"""PowerSGD: the factors of torch's own hook where gradients are alike, and what differs else."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cyclic import ConfigurationError, PowerSgd
+from tests.harness import processes
+from tests.harness.processes import here
 
 ROWS, COLUMNS = 24, 40
 
 
-def gradient(t: int) -> Tensor:
+def gradient(t: int, worker: int = 0) -> Tensor:
     """Return a gradient with a few directions that stay, and others."""
     g = torch.Generator().manual_seed(7)
     basis = torch.randn(ROWS, 4, generator=g) @ torch.randn(4, COLUMNS, generator=g)
-    g.manual_seed(t)
+    g.manual_seed(100 * worker + t)
     return basis + 0.3 * torch.randn(ROWS, COLUMNS, generator=g)
 
 
 def sent_of(codec: PowerSgd, grad: Tensor, state: dict[str, Tensor]) -> Tensor:
     return codec.decode(codec.encode(grad, state), torch.empty_like(grad, device="meta"))
+
+
+def ours(rank: int, num_steps: int, first: Tensor, worker: int = 0) -> list[Tensor]:
+    state = {"factor": first}
+    return [sent_of(PowerSgd(rank), gradient(t, worker), state) for t in range(num_steps)]
+
+
+# ---------------------------------------------------------------------- beside torch's hook
+
+
+def hooked(rank: int, num_steps: int, alike: bool) -> Any:
+    """Return what torch's hook makes of the gradients of this rank's steps, and its first Q."""
+    dist.init_process_group("gloo", rank=here().rank, world_size=here().num_ranks)
+    module = nn.Linear(COLUMNS, ROWS, bias=False)
+    model = DistributedDataParallel(module)
+    # until its own iterations begin it only averages: they begin with the third call
+    state = PowerSGDState(None, rank, start_powerSGD_iter=2, min_compression_rate=0.5)
+    seed = deepcopy(state.rng).randint(1_000_000_000)  # as it will draw its first Q
+    first = torch.randn(1, COLUMNS, rank, generator=torch.Generator().manual_seed(seed))[0]
+    model.register_comm_hook(state, powerSGD_hook)
+    made = []
+    for t in range(-2, num_steps):
+        model.zero_grad()
+        grad = gradient(t % 50, 0 if alike else here().rank)
+        (model(torch.eye(COLUMNS)).T * grad).sum().backward()
+        made.append(module.weight.grad.clone())  # type: ignore[union-attr]
+    dist.destroy_process_group()
+    return made[2:], first
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("rank", [1, 3, 4])
+def test_alike_gradients_are_approximated_as_by_torch(rank: int) -> None:
+    for made, first in processes.run(hooked, 2, rank, 6, True):
+        for t, (x, y) in enumerate(zip(ours(rank, 6, first), made, strict=True)):
+            assert not torch.allclose(x, gradient(t), atol=1e-2)  # it is an approximation
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.multi
+def test_other_gradients_have_a_basis_of_each_worker() -> None:
+    """Torch's mean has one basis, and rank r; ours those of all."""
+    rank = 2
+    (made, first), _ = processes.run(hooked, 2, rank, 4, False)
+    both = zip(ours(rank, 4, first), ours(rank, 4, first, 1), strict=True)
+    means = [(x + y) / 2 for x, y in both]
+    assert torch.linalg.matrix_rank(made[0], rtol=1e-4) == rank
+    assert torch.linalg.matrix_rank(means[0], rtol=1e-4) == 2 * rank
+
+
+# ---------------------------------------------------------------------- by itself
 
 
 @pytest.mark.parametrize("rank", [1, 2, 5])
