@@ -58,7 +58,6 @@ def hooked(rank: int, num_steps: int, alike: bool) -> Any:
         grad = gradient(t % 50, 0 if alike else here().rank)
         (model(torch.eye(COLUMNS)).T * grad).sum().backward()
         made.append(module.weight.grad.clone())  # type: ignore[union-attr]
-    dist.destroy_process_group()
     return made[2:], first
 
 
