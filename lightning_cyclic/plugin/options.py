@@ -93,9 +93,12 @@ _USES: Final[Mapping[str, _Use]] = {
     ),
     "group_size": _Use(
         "host",
-        lambda options, plan: options.group_size == 1 or plan.placement == "replicated",
-        "workers that each run whole micro-batches",
-        "preset='cyclic_dp'",
+        lambda options, plan: (
+            options.group_size == 1
+            or (plan.placement == "replicated" and options.num_microbatches is None)
+        ),
+        "workers that each run whole micro-batches, and are processes of their own",
+        "preset='cyclic_dp' without num_microbatches",
     ),
 }
 

@@ -69,6 +69,8 @@ def test_messages_and_bytes_are_those_of_the_program(preset: str) -> None:
 def test_groups_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="group_size=0; allowed: whole numbers from 1 on"):
         CyclicStrategy("cyclic_dp", group_size=0)
+    with pytest.raises(ConfigurationError, match=r"group_size=2 .* without num_microbatches"):
+        CyclicStrategy("cyclic_dp", group_size=2, num_microbatches=4)
     numbers: dict[str, Any] = {"num_stages": 4, "num_workers": 6}
     with pytest.raises(
         PlanError, match=r"group_size=4 with 6 workers; .* allowed: 1, 2, 3, 6; use group_size=3"
