@@ -265,6 +265,7 @@ def test_numbers_that_are_none_are_refused(given: dict[str, Any], words: str) ->
         ("diloco", {"num_microbatches": 4}, "num_microbatches=4 does not fit .* allowed: 2"),
         ("diloco", {"group_size": 2}, "group_size=2 does not fit"),
         ("diloco", {"norms": "owners"}, "norms='owners' does not fit"),
+        ("diloco", {"to_owners": True}, "to_owners=True does not fit"),
         ("1f1b", {}, "placement='pipelined' does not fit weights 'local' .* 'replicated'"),
     ],
 )
@@ -281,6 +282,7 @@ def test_plans_that_do_not_fit_are_refused(
         ({"relay_buffers": "all"}, "relay_buffers='all' with preset 'diloco'"),
         ({"error_feedback": True}, "error_feedback=True with preset 'diloco'"),
         ({"memory_limit_bytes": 10**9, "disk": "/tmp"}, "no plan of memory counts yet"),
+        ({"compress": "int8"}, r"compress=Int8\(\) .* no codec takes yet; .* 'bf16'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str) -> None:
