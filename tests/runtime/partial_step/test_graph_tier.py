@@ -418,6 +418,7 @@ def on_a_device(forgets: str, monkeypatch: pytest.MonkeyPatch) -> Device:
             loss.backward()
             del loss
         lane.close()
+        lane._thread.join()  # its mode ends before the one around it, or torch's flag stays
     return device
 
 
