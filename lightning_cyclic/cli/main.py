@@ -316,9 +316,7 @@ def _simulate(arguments: argparse.Namespace) -> str:
         update_s=arguments.update_s,
         cut_bytes=arguments.cut_bytes,
         activation_bytes=arguments.activation_bytes,
-    )
-    away = (size / arguments.disk_bandwidth for size in costs.activation_bytes)
-    costs = replace(costs, put_away_s=tuple(away))
+    ).put_away(arguments.disk_bandwidth)
     comparison = compare(
         plan, costs, network,
         bucket_bytes=arguments.bucket_bytes, state_per_param=arguments.state,

@@ -14,6 +14,7 @@ from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.presets import (
     PLACEMENTS,
     PRESETS,
+    Preset,
     check_group_size,
     check_number,
     chosen_axes,
@@ -100,12 +101,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     """
     if preset not in PRESETS:
         raise PlanError(one_of(preset, list(PRESETS), "preset", 'use preset="cyclic_dp"'))
-    given = weights if isinstance(weights, LocalSteps) else None
-    rule = "local" if isinstance(weights, LocalSteps) else weights
-    axes = chosen_axes(
-        PRESETS[preset],
-        {"schedule": schedule, "placement": placement, "weights": rule, "sharding": sharding},
-    )
+    axes, local = _axes_and_local(PRESETS[preset], schedule, placement, weights, sharding)
     check_number("num_stages", num_stages)
     check_number("num_workers", num_workers)
     check_number("num_steps", num_steps)
@@ -136,10 +132,25 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         group_size=group_size,
         tiers=None,
         offloads=offloads,
-        local=given or local_steps(PRESETS[preset], axes),
+        local=local,
         to_owners=to_owners,
     )
     return _proved(plan) if proved else _fitting(plan)
+
+
+def _axes_and_local(
+    preset: Preset,
+    schedule: str | None,
+    placement: str | None,
+    weights: str | LocalSteps | None,
+    sharding: str | None,
+) -> tuple[dict[str, str], LocalSteps | None]:
+    """Return the value of each axis, and the numbers of local steps, if the weights are local."""
+    given = weights if isinstance(weights, LocalSteps) else None
+    rule = "local" if isinstance(weights, LocalSteps) else weights
+    asked = {"schedule": schedule, "placement": placement, "weights": rule, "sharding": sharding}
+    axes = chosen_axes(preset, asked)
+    return axes, given or local_steps(preset, axes)
 
 
 def _fitting(plan: Plan) -> Plan:

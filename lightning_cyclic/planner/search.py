@@ -79,8 +79,7 @@ def timed(fit: Fit, problem: Problem, *, at_any_cost: bool = False) -> RankedPla
         remat=fit.candidate.remat, kept=problem.states.kept, sums=problem.states.sums
     )
     if fit.candidate.offload and problem.disk_bytes_per_s is not None:
-        away = (size / problem.disk_bytes_per_s for size in costs.activation_bytes)
-        costs = replace(costs, put_away_s=tuple(away))
+        costs = costs.put_away(problem.disk_bytes_per_s)
     plan, runs_whole = fit.plan, fit.candidate.runs_whole_micro
     num_cells = plan.num_microbatches * plan.num_stages * plan.num_steps
     if at_any_cost or num_cells <= _MOST_SIMULATED:

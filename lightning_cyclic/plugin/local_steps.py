@@ -77,9 +77,18 @@ def warn_of_lost_steps(plan: Plan, t: int) -> None:
         t: steps done.
     """
     assert plan.local is not None
-    if lost := t % plan.local.every:
-        rank_zero_warn(
-            f"Training ended {lost} steps behind a period of preset {plan.preset!r}, so that what "
-            "workers learned in these is not in the outer weights, which are those of the module "
-            f"now; let max_steps be a multiple of every={plan.local.every}"
-        )
+    if not (lost := max(_since_exchange(plan, t, j) for j in range(plan.num_stages))):
+        return
+    todo = f"let max_steps be a multiple of every={plan.local.every}"
+    if plan.local.in_turn:  # whose stages are not exchanged in one step
+        todo += ", and LocalSteps(in_turn=False), as stages in turn leave some at any end"
+    rank_zero_warn(
+        f"Training ended {lost} steps behind a period of preset {plan.preset!r}, or of one of its "
+        "stages, so that what workers learned in these is not in the outer weights, which are "
+        f"those of the module now; {todo}"
+    )
+
+
+def _since_exchange(plan: Plan, t: int, j: int) -> int:
+    """Count the steps behind the last exchange of a stage."""
+    return next((k for k in range(t) if plan.exchanges(t - 1 - k, j)), t)

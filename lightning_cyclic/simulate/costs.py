@@ -191,6 +191,14 @@ class Costs:
         elements = (round(size / _FLOAT32_BYTES) for size in self.sent_param_bytes)
         return replace(self, sent_sum_bytes=tuple(map(num_bytes, elements)))
 
+    def put_away(self, bytes_per_s: float) -> Self:
+        """Return the same with what forwards leave on a disk until their backwards.
+
+        Args:
+            bytes_per_s: of the disk, each way.
+        """
+        return replace(self, put_away_s=tuple(x / bytes_per_s for x in self.activation_bytes))
+
     def compute_s(self, action: Action) -> float:
         if action.kind is Kind.F:
             return self.forward_s[action.j]

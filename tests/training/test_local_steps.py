@@ -336,3 +336,5 @@ def test_a_fit_that_ends_within_a_period_says_so() -> None:
     warned = fit(RULES["every 3"][0], 2)[0].warned
     assert [x for x in warned if "Training ended 2 steps behind a period" in x]
     assert not [x for x in fit(RULES["every 4"][0], 1)[0].warned if x.startswith(LOST[0])]
+    of_stages = fit(RULES["in turn"][0], 1)[0].warned  # the first was exchanged in step 5 of 8
+    assert [x for x in of_stages if "Training ended 2 steps" in x and "in_turn=False" in x]

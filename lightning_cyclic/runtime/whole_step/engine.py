@@ -109,9 +109,8 @@ class Engine:
         self._parameters = [[forms.trained(named[n]) for n in ns] for ns in stages.trained]
         self._waiter = Waiter(plan, transport)
         device = next((p.device for p in named.values()), torch.device("cpu"))
+        self._line, waits = transport.connect(program_of(plan)), self._waiter
         depths = program_of(plan).depths
-        self._line = transport.connect(program_of(plan))
-        waits = self._waiter
         self._messages = Messages(self._line, depths, waits.wait, device, waits.join)
         self.stores = self._make_stores(named)
         # at a flush: whether this worker has the parameters of all stages
