@@ -74,7 +74,7 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
     add("--preset", action="append", default=[], metavar="PRESET", help="look at this preset "
         f"only; may be repeated (default: {', '.join(DEFAULT_PRESETS)})")  # fmt: skip
     add("--activation-checkpointing", choices=tuple(_REMATS), default="both",
-        help="recompute, do not, or both; or what is kept is on a disk (default: both)")  # fmt: skip
+        help="recompute, do not, or both; or put it on a disk (default: both)")  # fmt: skip
     add("--disk-bandwidth", type=explained(parse_bandwidth), default="1GB/s", metavar="1GB/s",
         help="of that disk, each way (default: 1GB/s)")  # fmt: skip
     add("--state", type=_number(float, 0), default=2.0, metavar="X", help="bytes of optimizer "

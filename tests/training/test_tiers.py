@@ -182,22 +182,28 @@ def test_stages_are_updated_behind_their_backwards_where_nobody_can_tell(
 class Sees(Classifier):
     """Sees the last weights of stage 1 where the backward of the first layer begins."""
 
+    def __init__(self, net: str, optimizer: str, reads: bool = False) -> None:
+        super().__init__(net, optimizer)
+        self.reads = reads
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.before = self.net[4].bias.detach().clone()  # in the step it would be its first use
+        self.held = self.net[4].bias.detach()  # in the step it would be its first use
+        self.before = self.held.clone()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         def look(_: Tensor) -> None:
-            last = self.net[4].bias
-            self.seen = not torch.equal(self.before, last), last.grad is not None
+            last = self.net[4].bias if self.reads else self.held
+            self.seen = not torch.equal(self.before, last)
 
         def hook(module: Any, args: Any, output: Tensor) -> None:
-            output.register_hook(look)
+            if output.requires_grad:
+                output.register_hook(look)
 
         with self.net[0].register_forward_hook(hook):
             return super().training_step(batch, batch_idx)
 
 
-def seen(trainer: Any, module: Sees) -> tuple[bool, bool]:
+def seen(trainer: Any, module: Sees) -> bool:
     return module.seen
 
 
@@ -209,7 +215,19 @@ def test_an_update_is_over_before_the_next_backward(is_early: bool, tmp_path: Pa
         look=seen,
         callbacks=[] if is_early else [Looks()], data=partial(micro_batches, "vectors", 2),
     )  # fmt: skip
-    assert end.found == (is_early, False)
+    assert end.found == is_early
+
+
+def test_weights_that_a_backward_has_updated_are_not_read_in_it(tmp_path: Path) -> None:
+    plan = {"preset": "lockstep_dp", "stages": 4, "disk": str(tmp_path)}
+    data = partial(micro_batches, "vectors", 2)
+    make = partial(Sees, *MODULE, reads=True)
+    limit = {"memory_limit_bytes": 10**9}
+    (early,) = run(make, plan | limit, 1, data=data)
+    assert early.error == "StepError"
+    assert "reads 'net.4.bias' in the backward" in early.text
+    (late,) = run(make, plan | limit, 1, look=seen, data=data, callbacks=[Looks()])
+    assert late.found is False, late.text
 
 
 def test_they_need_less_room_then() -> None:

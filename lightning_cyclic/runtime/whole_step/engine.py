@@ -151,8 +151,9 @@ class Engine:
     def _make_collector(self, forms: WeightForms) -> GradientCollector:
         weights = [list(map(forms.weight, ps)) for ps in self._parameters]
         return GradientCollector(
-            weights, self._parameters, self._hand_over, self._w, self._lasting()
-        )
+            weights, self._parameters, self._hand_over, self._w, self._lasting(),
+            self.stages.trained if self.plan.updates_early else (),
+        )  # fmt: skip
 
     def _store(self, j: int, parameters: Sequence[nn.Parameter]) -> VersionStore:
         return VersionStore(
@@ -586,11 +587,11 @@ class Engine:
 
     def close(self) -> None:
         """Take the hooks off and end the lanes; parameters keep the version that is shown."""
+        self._collector.remove()
         self._shown.release()
         for store in self.stores:
             store.release()
         self._entrances.remove()
-        self._collector.remove()
         self._worker.close()
         self._messages.close()
         self._line.close()

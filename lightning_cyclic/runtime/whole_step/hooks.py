@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan.actions import Action
+from lightning_cyclic.runtime.absent import come_back, home_of, leave
 from lightning_cyclic.runtime.compiled import before_calls, seen_as
 from lightning_cyclic.runtime.gradient_store import refuse_sparse
 from lightning_cyclic.runtime.stages.stage_map import Stage, StageMap
@@ -28,6 +29,8 @@ class GradientCollector:
         holders: those in whose ``grad`` these are, as soon as a parameter's is there.
         lasting: stages whose backward needs parameters of which it makes no gradients, also when
             it has made all.
+        updated: names of parameters, by stage, that have new values once they are handed over:
+            nobody may read these in the same backward. [they stay as they are]
     """
 
     def __init__(
@@ -37,7 +40,9 @@ class GradientCollector:
         hand_over: HandOver,
         worker: int,
         lasting: Collection[int] = (),
+        updated: Sequence[Sequence[str]] = (),
     ) -> None:
+        self._parameters, self._updated = parameters, updated
         self._holders = holders
         self._hand_over = hand_over
         self._worker = worker
@@ -65,6 +70,27 @@ class GradientCollector:
                 self._take_next()
         finally:
             self._collecting = False
+            self._let_read()
+
+    def _let_read(self) -> None:
+        for p in (p for ps in self._parameters for p in ps if home_of(p) is self):
+            come_back(p)
+
+    def read(self, names: Sequence[str]) -> None:
+        """Refuse that a backward reads weights which it has updated.
+
+        Raises:
+            StepError: with the name.
+        """
+        raise StepError(
+            f"a hook, or code of your own, reads {names[0]!r} in the backward, when a worker with "
+            "a limit of its memory has updated it already; allowed: weights of the same layers; "
+            "read them in the forward, define on_after_backward in the module, by which all "
+            "stages are updated behind it, or leave memory_limit_bytes out"
+        )
+
+    def read_gradient(self, name: str) -> None:
+        """Have none, which is what is there."""
 
     @property
     def is_collecting(self) -> bool:
@@ -84,6 +110,7 @@ class GradientCollector:
             self._take_next()
 
     def remove(self) -> None:
+        self._let_read()  # where a backward has failed
         for handle in self._handles:
             handle.remove()
 
@@ -115,6 +142,9 @@ class GradientCollector:
         for p in self._holders[j]:
             p.grad = None
         self._hand_over(j, grads)
+        if self._updated:
+            for name, p in zip(self._updated[j], self._parameters[j], strict=True):
+                leave(p, name, self)
 
 
 @final
