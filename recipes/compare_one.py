@@ -37,7 +37,8 @@ def main(folder: Path) -> None:
     is_finite = train(cfg, recorder)
     if recorder.is_global_zero:
         found = judged(recorder.rows, is_finite=is_finite)
-        (folder / "record.json").write_text(json.dumps(found))
+        sent = {"bytes_per_step": recorder.bytes_per_step}
+        (folder / "record.json").write_text(json.dumps(found | sent))
 
 
 def train(cfg: DictConfig, recorder: Recorder) -> bool:
@@ -89,6 +90,8 @@ def whole_steps(num_batches: int, updates_per_step: int, limit: float | None) ->
 class Recorder(L.Callback):
     """Note the loss of each step and the metric of each validation, and the seconds until then.
 
+    Behind the training, also what all workers have sent per step, by the count of the transport.
+
     Without a flush a loss may be known a few updates later, the later the fewer processes there
     are: what is noted is the newest that is known. Time spent in validation does not count.
 
@@ -100,6 +103,7 @@ class Recorder(L.Callback):
     def __init__(self, metric: str, updates_per_step: int) -> None:
         self.rows: list[dict[str, float]] = []
         self.is_global_zero = False
+        self.bytes_per_step = 0.0
         self._metric = metric
         self._updates_per_step = updates_per_step
         self._losses: list[float] = []
@@ -136,6 +140,13 @@ class Recorder(L.Callback):
             return
         self._began_s += time.perf_counter() - self._stopped_s
         self._note(trainer, value=float(trainer.callback_metrics[self._metric]))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Add up what was sent; strategies of others do not count."""
+        sent = torch.tensor(float(getattr(trainer.strategy, "bytes_sent", 0)), dtype=torch.float64)
+        if trainer.world_size > 1:
+            sent = trainer.strategy.reduce(sent, reduce_op="sum")
+        self.bytes_per_step = float(sent) / max(1, self._step)
 
     def _note(self, trainer: L.Trainer, **found: float) -> None:
         seconds = time.perf_counter() - self._began_s

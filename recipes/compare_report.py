@@ -26,6 +26,7 @@ class Summary(NamedTuple):
         values: final validation metric of each seed that trained.
         losses: final training loss of each seed that trained.
         seconds: of training of each seed that trained, without validation.
+        sent: bytes per step of all workers, of each seed that trained.
         diverged: how many seeds did not train.
         failed: how many ended with an error.
     """
@@ -37,6 +38,7 @@ class Summary(NamedTuple):
     values: tuple[float, ...]
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
+    sent: tuple[float, ...]
     diverged: int
     failed: int
 
@@ -53,12 +55,13 @@ class Summary(NamedTuple):
         """
         if not self.losses:
             missing = "diverged" if self.diverged else "failed"
-            return (missing, missing, "", self.lost)
+            return (missing, missing, "", "", self.lost)
         part = f" (of {len(self.losses)})" if len(self.losses) < self.count else ""
         return (
             spread(self.values, 4) + part,
             spread(self.losses, 4) + part,
             spread(self.seconds, 1),
+            f"{mean(self.sent) / 1000:,.1f}" if any(self.sent) else "-",
             self.lost,
         )
 
@@ -85,6 +88,7 @@ def _summary(names: tuple[str, ...], records: Sequence[Record]) -> Summary:
         values=tuple(record["value"] for record in trained if record["value"] is not None),
         losses=tuple(record["loss"] for record in trained),
         seconds=tuple(record["seconds"] for record in trained),
+        sent=tuple(record.get("bytes_per_step", 0.0) for record in trained),
         diverged=sum(record["status"] == "diverged" for record in records),
         failed=sum(record["status"] == "failed" for record in records),
     )
@@ -116,7 +120,7 @@ def tables(rows: Sequence[Summary]) -> list[Table]:
     for row in rows:
         title = f"{row.task}, {row.optimizer}: mean ± standard deviation over {row.count} seeds"
         if title not in found:
-            headers = ("contender", row.metric, "training loss", "seconds", "diverged")
+            headers = ("contender", row.metric, "training loss", "seconds", "kB a step", "diverged")
             found[title] = Table(*headers, title=title)
             for column in found[title].columns[1:]:
                 column.justify = "right"
@@ -127,13 +131,12 @@ def tables(rows: Sequence[Summary]) -> list[Table]:
 
 def markdown_table(rows: Sequence[Summary]) -> str:
     """Return the same table for a README; without seconds, which are of this machine."""
-    headers = ("task", "optimizer", "rule", "metric", "training loss", "diverged")
-    lines = [headers, ("---", "---", "---", "---:", "---:", "---:")]
+    headers = ("task", "optimizer", "rule", "metric", "training loss", "kB a step", "diverged")
+    lines = [headers, ("---", "---", "---", *["---:"] * 4)]
     for row in rows:
-        metric, loss, _, lost = row.cells
-        lines.append(
-            (f"{row.task}, {row.metric}", row.optimizer, f"`{row.contender}`", metric, loss, lost)
-        )
+        metric, loss, _, sent, lost = row.cells
+        names = (f"{row.task}, {row.metric}", row.optimizer, f"`{row.contender}`")
+        lines.append((*names, metric, loss, sent, lost))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

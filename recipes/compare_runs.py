@@ -1,8 +1,8 @@
 """The runs of a comparison: tasks x optimizers x contenders x seeds, each a whole configuration.
 
-A *step* is one batch that all contenders share, cut into ``compare.num_microbatches``
-micro-batches. A contender whose rule updates after each micro-batch makes as many updates in a
-step, from batches of one micro-batch.
+A *step* is one batch that all contenders share. Of pipelines it is cut into
+``compare.num_microbatches`` micro-batches, and a contender whose rule updates after each of them
+makes as many updates in a step, from batches of one micro-batch.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def plan_runs(cfg: DictConfig, overrides: Sequence[str] = ()) -> list[Run]:
     """Make every run, seed by seed.
 
     Args:
-        cfg: with the lists of ``conf/experiment/compare_pipelines.yaml``.
+        cfg: with the lists of ``conf/experiment/compare_pipelines.yaml``, say.
         overrides: for every run, on top of its task's recipe.
 
     Raises:
@@ -97,8 +97,8 @@ def plan_runs(cfg: DictConfig, overrides: Sequence[str] = ()) -> list[Run]:
         )
 
     @cache  # composing takes long
-    def composed(task: str, preset: str) -> DictConfig:
-        recipe = [*cfg.compare.tasks[task].recipe, f"strategy={preset}"]
+    def composed(task: str, strategy: str) -> DictConfig:
+        recipe = [*cfg.compare.tasks[task].recipe, f"strategy={strategy}"]
         return compose("train", [*recipe, f"workers={cfg.workers}", *overrides])
 
     axes = (cfg.seeds, cfg.tasks, cfg.optimizers, cfg.presets)
@@ -115,17 +115,17 @@ def _run(
 ) -> Run:
     recipe = _named(comparison.tasks, task, "tasks")
     chosen = _named(recipe.optimizers, optimizer, f"tasks.{task}.optimizers")
-    arguments = dict(comparison.contenders.get(contender, {"preset": contender}))
-    own, preset = arguments.pop("optimizer", {}), arguments.pop("preset")
-    num_microbatches = arguments.pop("num_microbatches", comparison.num_microbatches)
-    updates = _whole(
-        comparison.num_microbatches, num_microbatches, f"num_microbatches of {contender}"
-    )
+    arguments = dict(comparison.contenders.get(contender, {"strategy": contender}))
+    own, strategy = arguments.pop("optimizer", {}), arguments.pop("strategy")
+    updates = 1
+    if (most := comparison.num_microbatches) is not None:
+        cut = arguments.setdefault("num_microbatches", most)
+        updates = _whole(most, cut, f"num_microbatches of {contender}")
 
-    cfg = deepcopy(composed(task, preset))
+    cfg = deepcopy(composed(task, strategy))
     OmegaConf.set_struct(cfg, False)
     cfg.seed = seed
-    cfg.strategy.update(num_microbatches=num_microbatches, **arguments)
+    cfg.strategy = OmegaConf.merge(cfg.strategy, arguments)
     cfg.data.batch_size = _whole(cfg.data.batch_size, updates, "updates of a step's batch")
     lr = chosen.lr / updates if comparison.lr_rule == "per_sample" else chosen.lr
     cfg.model.optimizer = {**_unresolved(chosen), "lr": lr, **own, "_partial_": True}

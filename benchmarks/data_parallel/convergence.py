@@ -1,9 +1,10 @@
-"""Train by every rule for the weights of a pipeline, and print where each ends.
+"""Train by every rule for the weights of a pipeline, or every codec, and print where each ends.
 
     python -m benchmarks convergence --jobs 2            96 runs of about half a minute each
     python -m benchmarks convergence --seeds 0 --set tasks=[digits] 'presets=[1f1b,pipedream]'
+    python -m benchmarks convergence --experiment compare_codecs
 
-The runs are those of conf/experiment/compare_pipelines.yaml, where models, data and learning rates
+The runs are those of an experiment in conf/experiment, where models, data and learning rates
 stand, with each of the optimizers: the convergence of small models that do learn, not their speed.
 Each run has a process and one thread. A finished run is a line of OUT/runs.jsonl and is not
 repeated, so that this can be stopped and started again; take another folder after a change of the
@@ -31,20 +32,26 @@ SMOKE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what can be chosen."""
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "convergence")
+    parser.add_argument(
+        "--experiment", default="compare_pipelines", help="of conf/experiment: compare_codecs"
+    )
+    parser.add_argument("--out", type=Path, help="a folder [outputs/EXPERIMENT]")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--optimizers", nargs="+", default=["sgd", "adamw"])
+    parser.add_argument("--optimizers", nargs="+", help="[those of the experiment's tasks]")
     parser.add_argument("--set", nargs="*", default=[], help="as on the recipes' command line")
 
 
 def run(args: argparse.Namespace) -> bool:
     """Train what is missing, and print the table; return whether any run failed."""
-    lists = [f"seeds={args.seeds}", f"optimizers=[{','.join(args.optimizers)}]"]
+    out = args.out or ROOT / "outputs" / args.experiment
+    lists = [f"seeds={args.seeds}"]
+    if args.optimizers:
+        lists.append(f"optimizers=[{','.join(args.optimizers)}]")
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train", ["experiment=compare_pipelines", *lists, *args.set])
+        cfg = compose("train", [f"experiment={args.experiment}", *lists, *args.set])
         runs = plan_runs(cfg, handed_on(args.set))
-    records = train_all(runs, args.out / "runs.jsonl", args.out / "runs", jobs=args.jobs)
-    report(records, args.out)
+    records = train_all(runs, out / "runs.jsonl", out / "runs", jobs=args.jobs)
+    report(records, out)
     print(markdown_table(summaries(records)))
     return any(record["status"] == "failed" for record in records)
