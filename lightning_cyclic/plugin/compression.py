@@ -13,6 +13,9 @@ from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.runtime.codecs.base import AbstractCodec
 from lightning_cyclic.runtime.codecs.coded import Codes
+from lightning_cyclic.runtime.codecs.weights import CodedWeights
+
+_EXACT = "exact_weights"
 
 
 def check_codec(trainer: Trainer, codec: AbstractCodec, *, accumulates: bool) -> None:
@@ -38,6 +41,18 @@ def check_codec(trainer: Trainer, codec: AbstractCodec, *, accumulates: bool) ->
     _check_takes_some(trainer.lightning_module, codec)
 
 
+def check_weight_codec(trainer: Trainer, codec: AbstractCodec) -> None:
+    """Refuse what a codec of new weights does not go with."""
+    if scaler_of(trainer) is not None:
+        raise ConfigurationError(
+            f"compress={{'weights': {codec!r}}} with precision={trainer.precision!r}, by whose "
+            "loss scale updates are left out, while those who are sent changes of weights wait "
+            "for each; allowed: gradients that are not scaled; use precision='bf16-mixed', or "
+            "leave 'weights' out"
+        )
+    _check_takes_some(trainer.lightning_module, codec)
+
+
 def _check_takes_some(module: nn.Module, codec: AbstractCodec) -> None:
     """Refuse a codec that would change nothing: of a rank above that of all matrices, say."""
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -53,12 +68,29 @@ def _check_takes_some(module: nn.Module, codec: AbstractCodec) -> None:
     )
 
 
-def state_of(codes: Codes | None) -> dict[str, Any]:
-    """Return what a checkpoint keeps of a worker's codec, and of those that it stands for."""
+def state_of(
+    codes: Codes | None, weights: CodedWeights | None, named: Mapping[str, nn.Parameter]
+) -> dict[str, Any]:
+    """Return what a checkpoint keeps of a worker's codecs, and of those that it stands for."""
+    exact = {} if weights is None else {_EXACT: weights.state(named)}
     if codes is None or not codes.codec.has_memory:
-        return {}
+        return exact
     states = {str(worker): each for worker, each in codes.states().items()}
-    return {"codec": {"name": repr(codes.codec), "workers": states}}
+    return exact | {"codec": {"name": repr(codes.codec), "workers": states}}
+
+
+def put_weights(
+    weights: CodedWeights | None, saved: Mapping[str, Any], named: Mapping[str, nn.Parameter]
+) -> None:
+    """Go on with the exact weights that a checkpoint has, or from the versions of them."""
+    if weights is not None:
+        weights.put_state(saved.get(_EXACT, {}), named)
+    elif saved.get(_EXACT):
+        rank_zero_warn(
+            "The checkpoint has exact weights beside those that were sent under "
+            "compress={'weights': ...}, and this run sends them as they are: they are dropped, "
+            "and training goes on from those that were sent, not with the same bits."
+        )
 
 
 def put_state(codes: Codes | None, saved: Mapping[str, Any], num_workers: int) -> None:

@@ -31,9 +31,11 @@ from lightning_cyclic.plugin.option_values import (
     Clipping,
     Compress,
     bandwidth_of,
+    compressed,
 )
 from lightning_cyclic.runtime.codecs.base import AbstractCodec
 from lightning_cyclic.runtime.codecs.choice import CODECS, codec_of
+from lightning_cyclic.runtime.codecs.weights import weight_codec_of
 from lightning_cyclic.runtime.gradient_store import WIRE_DTYPES, SumDtypes
 from lightning_cyclic.runtime.partial_step.collectives import rank_of
 from lightning_cyclic.runtime.stages.evidence import ClockName
@@ -71,6 +73,7 @@ _USES: Final[Mapping[str, _Use]] = {
         None,
         lambda options, plan: (
             not is_stagewise(plan)
+            or options.compressed("gradients") is None
             or options.codec is not None  # of which _check_codec has more to say
             or options.replicas > 1
             or plan.axes.placement.takes_turns
@@ -187,6 +190,27 @@ def _check_codec(options: Options, plan: Plan) -> None:
         )
 
 
+def _check_weight_codec(options: Options, plan: Plan) -> None:
+    """Refuse to send what weights have changed where not all have the ones before."""
+    what = f"compress={{'weights': {options.weight_codec!r}}}"
+    if (
+        plan.placement not in ("replicated", "single")
+        or plan.axes.sharding.gathers
+        or plan.axes.weights.is_local
+    ):
+        raise ConfigurationError(
+            f"{what} with preset {options.preset!r}, whose workers do not all have the weights to "
+            "which a change could be added; allowed: workers that have all weights, and the same; "
+            "use preset='cyclic_dp' or 'lockstep_dp', or leave 'weights' out"
+        )
+    if options.disk is not None or options.moves_state:
+        raise ConfigurationError(
+            f"{what} with memory_limit_bytes={options.memory_limit_bytes}, by which optimizer "
+            "state comes and goes, and which does not count exact weights beside those that are "
+            "sent; allowed: one of them; leave one out"
+        )
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -241,6 +265,8 @@ class Options:
                 )
         if self.codec is not None:
             _check_codec(self, probe)
+        if self.weight_codec is not None:
+            _check_weight_codec(self, probe)
         if self.activation_checkpointing == "optimal":
             _check_optimal(self, probe)
         if self.disk is not None and is_stagewise(probe):
@@ -331,20 +357,32 @@ class Options:
         Args:
             is_scaled: whether a loss scale follows from gradients that are not finite.
         """
-        wire = WIRE_DTYPES.get(self.compress) if isinstance(self.compress, str) else None
+        given = self.compressed("gradients")
+        wire = WIRE_DTYPES.get(given) if isinstance(given, str) else None
         return SumDtypes(wire, may_overflow=is_scaled)
 
     @property
     def codec(self) -> AbstractCodec | None:
         """Return what encodes single gradients; None where they, or sums of them, travel."""
-        return codec_of(self.compress)
+        return codec_of(self.compressed("gradients"))
+
+    @property
+    def weight_codec(self) -> AbstractCodec | None:
+        """Return what makes new weights smaller, if anything does."""
+        given = self.compressed("weights")
+        return None if given is None else weight_codec_of(given)
+
+    def compressed(self, what: str) -> Any:
+        """Return what the user chose to make gradients, or new weights, smaller."""
+        return compressed(self.compress).get(what)
 
     @property
     def encoders(self) -> int:
-        """Count the workers that encode gradients; one that is alone may stand for several."""
+        """Count the workers that a codec serves; one that is alone may stand for several."""
         workers = self.num_workers or 1
         several = workers if workers > 1 else self.num_microbatches or 1
-        return several if self.codec is not None and several > 1 else 0
+        is_coded = self.codec is not None or self.weight_codec is not None
+        return several if is_coded and several > 1 else 0
 
     @property
     def clock(self) -> ClockName:
@@ -395,7 +433,7 @@ class Options:
             relayed_until=relayed_until,
             late_updates=self.late_updates,
             norms=self.norms,
-            to_owners=self.encoders > 0,
+            to_owners=self.codec is not None and self.encoders > 0,
             **axes,
         )
         if asked and plan.rounds > 1:

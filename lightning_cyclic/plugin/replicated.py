@@ -95,6 +95,7 @@ class ReplicatedTraining(AbstractTraining):
             forms=self._forms,
             sums=options.sums(is_scaled=self._scaling is not None),
             codes=self._codes,
+            weights=self._weights,
             make_plan=partial(plan_of_rounds, options),
             stages=options.stages,
             seed=agreed_seed(assembly),

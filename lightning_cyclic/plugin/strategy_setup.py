@@ -38,7 +38,7 @@ from lightning_cyclic.plugin.checks import (
     check_samplers,
     workers_per_host,
 )
-from lightning_cyclic.plugin.compression import check_codec
+from lightning_cyclic.plugin.compression import check_codec, check_weight_codec
 from lightning_cyclic.plugin.hooks import Hooks
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
@@ -193,6 +193,8 @@ class Setup(Checkpoints):
         if kind is not None and fitting and options.codec is not None:
             accumulates = kind is not ReplicatedTraining and may_accumulate(trainer)
             check_codec(trainer, options.codec, accumulates=accumulates)
+        if kind is not None and fitting and options.weight_codec is not None:
+            check_weight_codec(trainer, options.weight_codec)
         if kind is not None and fitting:
             sync = self._layer_sync is not None
             check_fit(trainer, trainer.lightning_module, sync_batchnorm=sync)
@@ -224,7 +226,9 @@ class Setup(Checkpoints):
             "save_distributed_checkpoint=True": options.save_distributed_checkpoint,
             "memory_limit_bytes": options.memory_limit_bytes is not None,
             "error_feedback=True": options.error_feedback,
-            f"compress={options.compress!r}": options.codec is not None,
+            f"compress={options.compress!r}": (
+                options.codec is not None or options.weight_codec is not None
+            ),
         }
         first = next((what for what, is_so in found.items() if is_so), None)
         if first is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,6 +44,7 @@ from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_module, require_same_number
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.codecs.coded import Codes
+from lightning_cyclic.runtime.codecs.weights import CodedWeights
 from lightning_cyclic.runtime.failure_words import lack_of_memory, relief
 from lightning_cyclic.runtime.flight_recorder import FOLDER, write_down
 from lightning_cyclic.runtime.loss_scaling import LossScaling
@@ -71,6 +72,8 @@ class AbstractTraining(Hooks, ABC):
         self._feedback = ErrorFeedback(is_on=options.error_feedback)
         codec = options.codec if options.encoders else None
         self._codes = None if codec is None else Codes(codec)
+        coded = options.weight_codec if options.encoders else None
+        self._weights = None if coded is None else CodedWeights(coded)
         self._accumulating = self._is_under_way = False
         self._has_told_stages = self._closed = self._owned_is_kept = False
         self._signals: StopSignals | None = None
@@ -133,9 +136,13 @@ class AbstractTraining(Hooks, ABC):
     @abstractmethod
     def skipped(self, t: int, stages: Sequence[int], own: Collection[int]) -> Collection[int]: ...
 
-    def changing(self, t: int, stages: Stages) -> AbstractContextManager[None]:
+    @contextmanager
+    def changing(self, t: int, stages: Stages) -> Iterator[None]:
         assert self.plan is not None
-        return self._feedback.corrected(self.plan, stages)
+        parameters = [p for ps in stages.values() for p in ps]
+        coded = nullcontext() if self._weights is None else self._weights.updating(parameters)
+        with coded, self._feedback.corrected(self.plan, stages):
+            yield
 
     def update_together(self) -> bool:
         """Say whether every rank makes updates, of some stages, at the end of each step."""
@@ -232,6 +239,8 @@ class AbstractTraining(Hooks, ABC):
             self._freezing.agree(self._session)
             self._train_others()
             self._owned_is_kept = False
+            if self._weights is not None:
+                self._weights.keep_trained()
 
     @abstractmethod
     def _train_others(self) -> None:
@@ -412,7 +421,7 @@ class AbstractTraining(Hooks, ABC):
             "starts": list(session.starts or ()),
         }
         scales = {} if self._scaling is None else {"scales": self._scaling.state()}
-        kept = compression.state_of(self._codes)
+        kept = compression.state_of(self._codes, self._weights, session.named())
         return used | state | {"feedback": feedback} | kept | scales | self._positions()
 
     def _positions(self) -> dict[str, Any]:
@@ -455,6 +464,7 @@ class AbstractTraining(Hooks, ABC):
             state.get("feedback", {}), self._session.named() if goes_on else {}
         )
         compression.put_state(self._codes, saved or {}, self._options.encoders)
+        compression.put_weights(self._weights, state, self._session.named() if goes_on else {})
         if self._scaling is not None:  # else it goes on from what the scaler itself has loaded
             self._scaling.put_state(state.get("scales") or {})
         return goes_on

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.codecs.coded import Codes
+from lightning_cyclic.runtime.codecs.weights import CodedWeights
 from lightning_cyclic.runtime.gradient_store import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.transport.choice import Route
@@ -35,6 +36,7 @@ class SessionConfig:
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
         codes: of gradients, where a codec makes them smaller. [as they are]
+        weights: by which new weights are sent. [as they are]
         tiers: where optimizer state lies while it is not used. [in memory]
     """
 
@@ -51,4 +53,5 @@ class SessionConfig:
     forms: WeightForms = ALL
     sums: SumDtypes = AS_MADE
     codes: Codes | None = None
+    weights: CodedWeights | None = None
     tiers: TierConfig | None = None

@@ -25,6 +25,7 @@ from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.updates import is_of_update, needs_older, up_to_call
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.codecs.coded import Codes
+from lightning_cyclic.runtime.codecs.weights import CodedWeights
 from lightning_cyclic.runtime.failure_words import Waiter
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.gradient_store import AS_MADE, GradientStore, Sum, SumDtypes
@@ -65,7 +66,7 @@ class Engine:
         aside: lets the body do, in the middle of the step, what is not of the step.
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
-        codes: of gradients, where a codec makes them smaller. [as they are]
+        codes, weights: where a codec makes gradients, or new versions, smaller. [as they are]
         tier: moves optimizer state, where the plan has it come and go.
     """
 
@@ -85,13 +86,13 @@ class Engine:
         forms: WeightForms = ALL,
         sums: SumDtypes = AS_MADE,
         codes: Codes | None = None,
+        weights: CodedWeights | None = None,
         watch: WeightWatch | None = None,
         flight: FlightRecorder | None = None,
         tier: StateTier | None = None,
     ) -> None:
         self.plan, self._tier = plan, tier
-        self.stages = stages
-        self.transport = transport
+        self.stages, self.transport = stages, transport
         self.t = state.t if state else 0
         self._w = transport.worker
         self._update = update
@@ -122,6 +123,7 @@ class Engine:
         self._exchange = Exchange(
             module, self._w, stages, self.stores, self._grads, self.norms, self._messages, forms,
             sums_travel=not plan.owners_add, codes=codes if plan.owners_add else None,
+            weights=weights, owned=self.owned,
         )  # fmt: skip
         self.shards = self._exchange.shards = self._make_shards(module)
         self._exchange.tier = tier
@@ -425,6 +427,7 @@ class Engine:
             skipped = make(t, stages) or ()
             for j in stages:
                 self.stores[j].end_update(t + 1)
+                self._exchange.note_made(j, t + 1)
                 if self._tier is not None:
                     self._tier.check(j)
         self._tell_norms()

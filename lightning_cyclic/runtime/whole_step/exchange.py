@@ -3,7 +3,8 @@
 S, T, ADD   partial sums of gradients, in micro-batch order, in the buffers they came in
 H, ADD      or gradients, which their owner, or the lead of a group, adds in that order; a codec
             may make them smaller, those that their owner has itself as well
-P           versions of parameters, handed on in the buffers they came in
+P           versions of parameters, handed on in the buffers they came in; or what they add to the
+            ones before, which a codec has made smaller
 R, C        module buffers that training changes: what micro-batch i-1 left, to micro-batch i;
 they are copied, as they are small, and code may have replaced them
 N, K        norms of gradients; the word that a step may begin
@@ -12,7 +13,7 @@ N, K        norms of gradients; the word that a step may begin
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias, final
 
 import torch
@@ -23,12 +24,14 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.runtime.bits import Mark
 from lightning_cyclic.runtime.buffers import Buffer, Layout
 from lightning_cyclic.runtime.codecs.coded import CodedStage, Codes
+from lightning_cyclic.runtime.codecs.weights import CodedWeights
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
 from lightning_cyclic.runtime.state_tier import StateTier
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
+from lightning_cyclic.runtime.whole_step.coded_versions import CodedVersions
 from lightning_cyclic.runtime.whole_step.shards import Shards
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 
@@ -40,6 +43,8 @@ class Exchange:
     Args:
         sums_travel: whether sums of gradients do, and not only gradients, to who adds all.
         codes: of gradients, where a codec makes those smaller that travel.
+        weights: by which versions are sent, where a codec makes them smaller.
+        owned: stages whose versions this worker makes.
     """
 
     def __init__(  # noqa: PLR0913  (all that is exchanged meets here)
@@ -55,6 +60,8 @@ class Exchange:
         *,
         sums_travel: bool = True,
         codes: Codes | None = None,
+        weights: CodedWeights | None = None,
+        owned: Collection[int] = (),
     ) -> None:
         self._module = module
         self._worker = worker
@@ -78,6 +85,13 @@ class Exchange:
         if codes is not None:
             self._code(codes, pairs)
         self._parameter_layouts = [self._layout_of(store, store.parameters) for store in stores]
+        self._versions: list[CodedVersions] = []  # by stage, if they are coded
+        if weights is not None:
+            self._versions = [
+                CodedVersions(weights, *pair, messages, is_own=j in owned)
+                for j, pair in enumerate(pairs)
+            ]
+            self._parameter_layouts = [x.layout for x in self._versions]
         self.shards: Shards | None = None  # where workers hold what they use alone
         self.tier: StateTier | None = None  # where optimizer state comes and goes
         self._gradients: dict[tuple[int, int | None, int], Sum] = {}  # that came
@@ -132,6 +146,11 @@ class Exchange:
             own = self._grads.take_own(a.t, a.j)
             gradients = own._replace(grads=self._coded[a.j].through(self._worker, own.grads))
         self._grads.add(a.t, a.j, gradients)
+
+    def note_made(self, j: int, v: int) -> None:
+        """Note that this worker has made a version."""
+        if self._versions:
+            self._versions[j].make(v)
 
     def free(self, a: Action) -> None:
         if a.payload is Payload.O:
@@ -243,6 +262,8 @@ class Exchange:
 
     def _give_parameters(self, a: Action) -> Message:
         assert a.v is not None
+        if self._versions:
+            return self._versions[a.j].give(a.v)
         store, layout = self._stores[a.j], self._parameter_layouts[a.j]
         buffer, word = store[a.v], store.words[a.v]
         if layout is store.layout:
@@ -254,6 +275,9 @@ class Exchange:
 
     def _take_parameters(self, a: Action, message: Message) -> None:
         assert a.v is not None
+        if self._versions:
+            self._versions[a.j].take(a.v, message)
+            return
         assert message.buffer is not None
         store, buffer = self._stores[a.j], message.buffer
         if self._parameter_layouts[a.j] is not store.layout:

@@ -457,8 +457,8 @@ class Session(AbstractSession):
         self.engine = Engine(
             self.module, plan, stages, self.transport, self._update, state,
             paced=self._config.paced, aside=self._aside, forms=self._config.forms,
-            sums=self._config.sums, codes=self._config.codes, watch=self._watch,
-            flight=self.flight, tier=tier,
+            sums=self._config.sums, codes=self._config.codes, weights=self._config.weights,
+            watch=self._watch, flight=self.flight, tier=tier,
         )  # fmt: skip
         named = self.named()
         rest = {n: p for n, p in named.items() if n not in stages.stage_of}
