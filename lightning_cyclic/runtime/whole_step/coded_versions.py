@@ -46,6 +46,7 @@ class CodedVersions:
         self._sent: dict[int, Sequence[Tensor]] = {}  # version -> what is handed on of it
         # what all have, of the newest version that has come; who makes versions has it shown
         self._newest = [] if is_own else [p.detach().clone() for p in store.parameters]
+        self._v = store.newest
 
     def make(self, v: int) -> None:
         """Note what is to be sent of a version that this worker has made."""
@@ -61,6 +62,8 @@ class CodedVersions:
 
     def take(self, v: int, message: Message) -> None:
         assert message.buffer is not None
+        assert v == self._v + 1, f"version {v} adds to the one before, and {self._v} is here"
+        self._v = v
         self._keep(v, [x.clone() for x in message.tensors])
         begin = 0
         for k, newest in enumerate(self._newest):
