@@ -120,7 +120,14 @@ def tables(rows: Sequence[Summary]) -> list[Table]:
     for row in rows:
         title = f"{row.task}, {row.optimizer}: mean ± standard deviation over {row.count} seeds"
         if title not in found:
-            headers = ("contender", row.metric, "training loss", "seconds", "kB a step", "diverged")
+            headers = (
+                "contender",
+                row.metric,
+                "training loss",
+                "seconds",
+                "kB a step",
+                "diverged",
+            )
             found[title] = Table(*headers, title=title)
             for column in found[title].columns[1:]:
                 column.justify = "right"
