@@ -22,8 +22,8 @@ Batch = tuple[Tensor, Tensor, Tensor]  # numbers (N, M), ids (N, fields), clicks
 class RecommenderNet(nn.Module):
     """Map numbers and ids to the logit of a click.
 
-        numbers -> MLP ----> a vector  \\
-        ids     -> embedding -> vectors -> products of all pairs -> MLP -> logit
+        numbers -> MLP       -> a vector  | products of all pairs -> MLP -> logit
+        ids     -> embedding -> vectors   |
 
     Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and
         Recommendation Systems", arXiv 1906.00091, section 2.
