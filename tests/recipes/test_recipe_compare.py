@@ -77,6 +77,16 @@ class TestRuns:
             if run.contender != "2bw_error_feedback":
                 instantiate(run.cfg.strategy, _convert_="all")
 
+    def test_codecs_are_compared_on_whole_batches(self, compose_recipe):
+        overrides = ("experiment=compare_codecs", "seeds=[0]", "tasks=[clicks]")
+        runs = {run.contender: run for run in plan_runs(compose_recipe(*overrides))}
+        assert {(run.updates_per_step, run.cfg.workers) for run in runs.values()} == {(1, 2)}
+        made = {name: instantiate(run.cfg.strategy, _convert_="all") for name, run in runs.items()}
+        assert "num_microbatches" not in runs["plain"].cfg.strategy
+        assert runs["diloco_10"].cfg.strategy.preset.every == 10
+        assert runs["int8_both"].cfg.strategy.compress == {"gradients": "int8", "weights": "int8"}
+        assert len(made) == len(runs) == 14
+
     def test_other_settings_go_to_every_run_and_limits_count_steps(self, plan):
         runs = plan("presets=[1f1b,spectrain]", "trainer.max_steps=6", "threads=2")
         assert {(run.cfg.threads, run.cfg.trainer.max_steps) for run in runs} == {(2, 6), (2, 24)}
@@ -143,6 +153,7 @@ def record(contender, seed, status="trained", **changes):
     ]
     rows.append({"epoch": 0, "step": 30, "seconds": 3.1, "value": 0.9 + seed / 100})
     end = {"value": 0.9 + seed / 100, "loss": 0.1, "seconds": 3.0, "rows": rows}
+    end["bytes_per_step"] = 1500.0
     names = {"task": "digits", "optimizer": "sgd", "contender": contender, "seed": seed}
     reason = {} if status == "trained" else {"reason": status}
     return names | {"metric": "val_accuracy", "status": status} | end | reason | changes
@@ -161,13 +172,13 @@ RECORDS = [
 class TestReports:
     def test_runs_that_diverged_are_counted_and_not_averaged(self):
         text = markdown_table(summaries(RECORDS))
-        assert "| `1f1b` | 0.9050 ± 0.0071 | 0.1000 ± 0.0000 | 0 of 2 |" in text
-        assert "| `pipedream` | 0.9100 (of 1) | 0.1000 (of 1) | 1 of 2 |" in text
-        assert "| `spectrain` | diverged | diverged | 2 of 2 |" in text
+        assert "| `1f1b` | 0.9050 ± 0.0071 | 0.1000 ± 0.0000 | 1.5 | 0 of 2 |" in text
+        assert "| `pipedream` | 0.9100 (of 1) | 0.1000 (of 1) | 1.5 | 1 of 2 |" in text
+        assert "| `spectrain` | diverged | diverged |  | 2 of 2 |" in text
 
     def test_failed_runs_say_so(self):
         text = markdown_table(summaries([record("1f1b", 0, "failed")]))
-        assert "| failed | failed | 0 of 1, 1 failed |" in text
+        assert "| failed | failed |  | 0 of 1, 1 failed |" in text
 
     def test_the_terminal_shows_a_table_per_task(self):
         others = [one | {"task": "bytes", "metric": "val_bits"} for one in RECORDS]
@@ -206,7 +217,7 @@ TINY += [
     "model.net.width=4",
 ]
 TINY += [
-    "+compare.contenders.wild={preset: pipedream, num_microbatches: 1, optimizer: {lr: 1e30}}"
+    "+compare.contenders.wild={strategy: pipedream, num_microbatches: 1, optimizer: {lr: 1e30}}"
 ]
 
 
@@ -258,7 +269,7 @@ class TestComparison:
 
     def test_the_table_has_both_and_says_which_diverged(self, printed):
         assert re.search(r"1f1b +│ 0\.\d{4} ± 0\.\d{4} │ +\d\.\d{4} ± .* 0 of 2", printed)
-        assert re.search(r"wild +│ +diverged │ +diverged │ +│ +2 of 2", printed)
+        assert re.search(r"wild +│ +diverged │ +diverged │ +│ +│ +2 of 2", printed)
 
     def test_files_hold_all_curves(self, folder):
         lines = list(csv.DictReader((folder / "runs.csv").read_text().splitlines()))

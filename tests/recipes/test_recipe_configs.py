@@ -22,9 +22,10 @@ CHOICES = [
     for path in sorted(CONF.glob("*/*.yaml"))
     if not path.stem.startswith("_")
 ]
-MODELS_FOR_TEXT = {  # which has no image channels
+MODELS_FOR_DATA = {  # which is no image
     "data=stdlib_bytes": ["model=gpt"],
     "data=openwebtext": ["model=gpt2_medium"],
+    "data=clicks": ["model=recommender"],
     "data=imdb": ["model=residual_lstm"],
     "data=wmt16": ["model=gnmt"],
     "data=multi30k": ["model=gnmt"],
@@ -46,7 +47,7 @@ PRESETS = [
 
 def together() -> list[list[str]]:
     """Return choices of several groups, so that each is in one: fewer compositions."""
-    alone = [[c, *MODELS_FOR_TEXT.get(c, [])] for c in CHOICES if c.startswith(("exp", "data"))]
+    alone = [[c, *MODELS_FOR_DATA.get(c, [])] for c in CHOICES if c.startswith(("exp", "data"))]
     others = [c for c in CHOICES if not c.startswith(("exp", "data"))]
     groups = [list(each) for _, each in groupby(others, lambda c: c.partition("=")[0])]
     return alone + [list(filter(None, each)) for each in zip_longest(*groups)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from recipes.datamodules.augment import CenterCrop, PadCropFlip, ResizedCropFlip
+from recipes.datamodules.clicks import Clicks
 from recipes.datamodules.digits import Digits
 from recipes.datamodules.labelled_images import LabelledImages
 from recipes.datamodules.stdlib_bytes import (
@@ -175,3 +176,27 @@ class TestAugment:
     def test_center_crop_cuts_the_middle(self):
         crop = CenterCrop(shorter=40, size=32)(self.image)
         assert torch.equal(crop, self.image[:, 4:36, 12:44])
+
+
+class TestClicks:
+    def make(self, **changes):
+        sizes = {"num_numbers": 3, "cardinalities": (5, 200), "num_train": 4000, "num_val": 100}
+        data = Clicks(**(sizes | {"batch_size": 10} | changes))
+        data.setup("fit")
+        return data
+
+    def test_rows_are_the_same_in_every_process(self):
+        one, other = self.make(), self.make()
+        for x, y in zip(one.train.dataset.tensors, other.train.dataset.tensors, strict=True):
+            assert torch.equal(x, y)
+        numbers, ids, clicks = next(iter(one.val_dataloader()))
+        assert (numbers.shape, ids.shape, clicks.shape) == ((10, 3), (10, 2), (10,))
+        assert set(clicks.tolist()) == {0.0, 1.0}
+        assert not torch.equal(numbers, next(iter(self.make(seed=1).val_dataloader()))[0])
+
+    def test_few_ids_come_often(self):
+        _, ids, _ = self.make().train.dataset.tensors
+        counts = torch.bincount(ids[:, 1], minlength=200)
+        assert ids.max(0).values.tolist() == [4, 199]
+        assert counts[:4].sum() > 4100 / 3
+        assert counts[100:].float().mean() < counts[0] / 50

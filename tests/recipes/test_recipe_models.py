@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
 
 from recipes.models.byte_gpt import gpt2
 from recipes.models.decay import decay_groups
+from recipes.models.muon import MuonWithAdamW
+from recipes.models.recommender import RecommenderNet
 from recipes.models.resnet import digits_resnet, resnet18, resnet50
 
 
@@ -56,6 +60,38 @@ def test_decay_counts_tied_parameters_once_and_frozen_ones_not_at_all():
     net.transformer.wpe.weight.requires_grad = False
     grouped = [id(p) for group in decay_groups(net) for p in group["params"]]
     assert len(grouped) == len(set(grouped)) == len(list(net.parameters())) - 1
+
+
+def test_muon_updates_the_matrices_of_layers_and_adamw_all_else():
+    net = gpt2(vocab_size=256, block_size=8, layers=1, heads=2, width=8, tied=False)
+    optimizer = MuonWithAdamW(decay_groups(net), lr=0.01)
+    for p in net.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    by_muon = {
+        n for n, p in net.named_parameters() if optimizer.state[p].keys() == {"momentum_buffer"}
+    }
+    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert by_muon == {f"transformer.h.0.{name}.weight" for name in layers}
+    again = MuonWithAdamW(decay_groups(net), lr=0.01)
+    again.load_state_dict(deepcopy(optimizer.state_dict()))
+    before = [p.detach().clone() for p in net.parameters()]
+    again.step()
+    with_state = [p.detach().clone() for p in net.parameters()]
+    for p, x in zip(net.parameters(), before, strict=True):
+        p.data.copy_(x)
+    optimizer.step()
+    assert all(map(torch.equal, with_state, net.parameters()))
+
+
+def test_a_recommender_maps_rows_to_logits_and_reads_all_tables():
+    net = RecommenderNet(num_numbers=3, cardinalities=[4, 7], width=8, hidden=16)
+    ids = torch.tensor([[0, 6], [3, 1]])
+    logits = net(torch.randn(2, 3), ids)
+    assert logits.shape == (2,)
+    logits.sum().backward()
+    read = [table.weight.grad.any(1).nonzero().flatten().tolist() for table in net.embeddings]
+    assert read == [[0, 3], [1, 6]]
 
 
 def test_gpt_starts_out_knowing_nothing():

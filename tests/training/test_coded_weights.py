@@ -1,4 +1,4 @@
-"""Codecs of new weights: what versions add to the ones before, and exact weights at their owners."""
+"""Codecs of new weights: what versions add to the ones before, and exact weights of owners."""
 
 from __future__ import annotations
 
