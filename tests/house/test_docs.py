@@ -350,10 +350,12 @@ def test_values_of_axes_are_documented():
 
 def test_python_of_compression_runs(capsys):
     blocks = [b.text for b in fenced(DOCS / "compression.md") if b.language == "python"]
-    of_dct, of_signs, simulated = blocks
+    of_dct, of_both, of_signs, simulated = blocks
     names: dict[str, Any] = {}
     exec(of_dct, names)
     assert names["strategy"]._chosen.codec == names["Dct"](density=0.01, threshold_every=1000)
+    exec(of_both, names)
+    assert names["strategy"]._chosen.weight_codec == names["TopK"](density=0.01)
     exec(of_signs, names)
     codec, state = names["strategy"]._chosen.codec, {}
     grad, like = torch.tensor([1.0, -5.0, 3.0]), torch.empty(3, device="meta")
