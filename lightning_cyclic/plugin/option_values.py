@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plugin.clipping import CLIPPING
+from lightning_cyclic.runtime.codecs.activations import NAMES as NAMES_OF_ACTIVATIONS
 from lightning_cyclic.runtime.codecs.base import AbstractCodec
 from lightning_cyclic.runtime.codecs.choice import NAMES
 from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.simulate import parse_bandwidth
 
 Checkpointing: TypeAlias = Literal["never", "always", "except_last", "optimal", "offload"]
-Compress: TypeAlias = Literal["fp32", "bf16", "fp16", "int8"] | AbstractCodec
+OfGradients: TypeAlias = Literal["fp32", "bf16", "fp16", "int8"] | AbstractCodec
+OfActivations: TypeAlias = Literal["bf16", "fp16", "int8"] | AbstractCodec
+Compress: TypeAlias = OfGradients | Mapping[str, OfGradients | OfActivations | None]
 Clipping: TypeAlias = Literal["stage", "global"]
 
 
@@ -60,6 +63,18 @@ def bandwidth_of(given: object) -> float:
         return 0.0
 
 
+_COMPRESSED: Final = {"gradients": NAMES, "activations": NAMES_OF_ACTIVATIONS}
+
+
+def compressed(given: Any) -> Mapping[str, Any]:
+    """Return what makes gradients smaller, and what activations; one value is of gradients."""
+    return given if isinstance(given, Mapping) else {"gradients": given}
+
+
+def _is_codec(given: object, names: Collection[str]) -> bool:
+    return given is None or isinstance(given, AbstractCodec) or given in list(names)
+
+
 CHECKS: Final[Mapping[str, Check]] = {
     "stages": Check(
         _are_stages,
@@ -88,9 +103,14 @@ CHECKS: Final[Mapping[str, Check]] = {
     ),
     "error_feedback": _switch(),
     "compress": Check(
-        lambda given: given is None or isinstance(given, AbstractCodec) or given in NAMES,
-        f"{', '.join(map(repr, NAMES))}, a codec, as TopK(density=0.01) is one, or None",
-        "'bf16'",
+        lambda given: all(
+            what in _COMPRESSED and _is_codec(codec, _COMPRESSED[what])
+            for what, codec in compressed(given).items()
+        ),
+        f"of gradients {', '.join(map(repr, NAMES))}, a codec, as TopK(density=0.01) is one, or "
+        "None; or a mapping of these for 'gradients', and for 'activations' of "
+        f"{', '.join(map(repr, NAMES_OF_ACTIVATIONS))}, a codec or None",
+        "'bf16', or compress={'activations': 'bf16'}",
     ),
     "bandwidth": Check(
         lambda given: given is None or bandwidth_of(given) > 0,

@@ -31,7 +31,9 @@ from lightning_cyclic.plugin.option_values import (
     Clipping,
     Compress,
     bandwidth_of,
+    compressed,
 )
+from lightning_cyclic.runtime.codecs.activations import AbstractCrossingCodec, crossing_codec_of
 from lightning_cyclic.runtime.codecs.base import AbstractCodec
 from lightning_cyclic.runtime.codecs.choice import CODECS, codec_of
 from lightning_cyclic.runtime.gradient_store import WIRE_DTYPES, SumDtypes
@@ -71,6 +73,7 @@ _USES: Final[Mapping[str, _Use]] = {
         None,
         lambda options, plan: (
             not is_stagewise(plan)
+            or options.compressed("gradients") is None
             or options.codec is not None  # of which _check_codec has more to say
             or options.replicas > 1
             or plan.axes.placement.takes_turns
@@ -187,6 +190,25 @@ def _check_codec(options: Options, plan: Plan) -> None:
         )
 
 
+def _check_crossing_codec(options: Options, plan: Plan) -> None:
+    """Refuse a codec of activations where none cross from stage to stage."""
+    given = options.compressed("activations")
+    crossing_codec_of(given)  # which refuses those of gradients alone
+    if not options.cuts_steps:
+        raise ConfigurationError(
+            f"compress={{'activations': {given!r}}} with preset {options.preset!r}, whose workers "
+            "run whole micro-batches, so that no activations are sent; allowed: presets of "
+            "PipelineStrategy; use PipelineStrategy('1f1b', "
+            f"compress={{'activations': {given!r}}}), or leave it out"
+        )
+    if options.given_stages == 1:
+        raise ConfigurationError(
+            f"compress={{'activations': {given!r}}} with stages={options.stages!r}, one stage, "
+            "from which nothing crosses to another; allowed: two or more; use stages=2, or leave "
+            "it out"
+        )
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -241,6 +263,8 @@ class Options:
                 )
         if self.codec is not None:
             _check_codec(self, probe)
+        if self.compressed("activations") is not None:
+            _check_crossing_codec(self, probe)
         if self.activation_checkpointing == "optimal":
             _check_optimal(self, probe)
         if self.disk is not None and is_stagewise(probe):
@@ -331,13 +355,23 @@ class Options:
         Args:
             is_scaled: whether a loss scale follows from gradients that are not finite.
         """
-        wire = WIRE_DTYPES.get(self.compress) if isinstance(self.compress, str) else None
+        given = self.compressed("gradients")
+        wire = WIRE_DTYPES.get(given) if isinstance(given, str) else None
         return SumDtypes(wire, may_overflow=is_scaled)
 
     @property
     def codec(self) -> AbstractCodec | None:
         """Return what encodes single gradients; None where they, or sums of them, travel."""
-        return codec_of(self.compress)
+        return codec_of(self.compressed("gradients"))
+
+    def crossing_codec(self, *, is_scaled: bool) -> AbstractCrossingCodec | None:
+        """Return what encodes activations and their gradients between stages, if anything does."""
+        given = self.compressed("activations")
+        return None if given is None else crossing_codec_of(given, is_scaled=is_scaled)
+
+    def compressed(self, what: str) -> Any:
+        """Return what the user chose to make gradients or activations smaller."""
+        return compressed(self.compress).get(what)
 
     @property
     def encoders(self) -> int:
@@ -462,6 +496,12 @@ class Options:
     def plans_placement(self) -> str:
         """Return the placement of the plan: the one that was chosen, or follows."""
         return self._placement or PRESETS[self.preset].placement
+
+    @property
+    def cuts_steps(self) -> bool:
+        """Say whether workers have single stages; not of one device that stands for others."""
+        placement = self._given("placement") or PRESETS[self.preset].placement
+        return placement != "replicated"
 
     def _given(self, axis: str) -> str | None:
         given = dict(self.axes).get(axis)
