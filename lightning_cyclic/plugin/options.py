@@ -78,9 +78,9 @@ _USES: Final[Mapping[str, _Use]] = {
             or options.replicas > 1
             or plan.axes.placement.takes_turns
         ),
-        "workers that send sums of gradients to each other, and not in one replica of a pipeline, "
-        "each of whose workers adds up its own",
-        "replicas=2, or preset='cyclic_dp'",
+        "gradients where workers send sums of them to each other, and not in one replica of a "
+        "pipeline, each of whose workers adds up its own",
+        "replicas=2, preset='cyclic_dp', or compress={'activations': ...}",
     ),
     "error_feedback": _Use(
         False,
@@ -190,7 +190,7 @@ def _check_codec(options: Options, plan: Plan) -> None:
         )
 
 
-def _check_crossing_codec(options: Options, plan: Plan) -> None:
+def _check_crossing_codec(options: Options) -> None:
     """Refuse a codec of activations where none cross from stage to stage."""
     given = options.compressed("activations")
     crossing_codec_of(given)  # which refuses those of gradients alone
@@ -264,7 +264,7 @@ class Options:
         if self.codec is not None:
             _check_codec(self, probe)
         if self.compressed("activations") is not None:
-            _check_crossing_codec(self, probe)
+            _check_crossing_codec(self)
         if self.activation_checkpointing == "optimal":
             _check_optimal(self, probe)
         if self.disk is not None and is_stagewise(probe):

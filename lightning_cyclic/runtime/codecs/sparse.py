@@ -31,6 +31,9 @@ _Choose = Callable[[Tensor, int, State], Tensor]
 class TopK(AbstractCodec):
     """Send the largest elements of each gradient, exactly, and add the others to the next one.
 
+    Of activations, ``compress={"activations": TopK(...)}``, it sends the largest of each sample,
+    and of their gradients those at the same positions; others are 0.
+
     Args:
         density: how much of each tensor is sent, above 0 and up to 1.
 
