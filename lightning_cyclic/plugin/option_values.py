@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plugin.clipping import CLIPPING
+from lightning_cyclic.runtime.codecs.activations import NAMES as NAMES_OF_ACTIVATIONS
 from lightning_cyclic.runtime.codecs.base import AbstractCodec
 from lightning_cyclic.runtime.codecs.choice import NAMES
 from lightning_cyclic.runtime.codecs.weights import NAMES as NAMES_OF_WEIGHTS
@@ -17,7 +18,8 @@ from lightning_cyclic.simulate import parse_bandwidth
 Checkpointing: TypeAlias = Literal["never", "always", "except_last", "optimal", "offload"]
 OfGradients: TypeAlias = Literal["fp32", "bf16", "fp16", "int8"] | AbstractCodec
 OfWeights: TypeAlias = Literal["int8"] | AbstractCodec
-Compress: TypeAlias = OfGradients | Mapping[str, OfGradients | OfWeights | None]
+OfActivations: TypeAlias = Literal["bf16", "fp16", "int8"] | AbstractCodec
+Compress: TypeAlias = OfGradients | Mapping[str, OfGradients | OfWeights | OfActivations | None]
 Clipping: TypeAlias = Literal["stage", "global"]
 
 
@@ -63,11 +65,15 @@ def bandwidth_of(given: object) -> float:
         return 0.0
 
 
-_COMPRESSED: Final = {"gradients": NAMES, "weights": NAMES_OF_WEIGHTS}
+_COMPRESSED: Final = {
+    "gradients": NAMES,
+    "weights": NAMES_OF_WEIGHTS,
+    "activations": NAMES_OF_ACTIVATIONS,
+}
 
 
 def compressed(given: Any) -> Mapping[str, Any]:
-    """Return what makes gradients smaller, and what new weights; one value is of gradients."""
+    """Return what makes gradients, weights and activations smaller; one value is of gradients."""
     return given if isinstance(given, Mapping) else {"gradients": given}
 
 
@@ -108,8 +114,9 @@ CHECKS: Final[Mapping[str, Check]] = {
             for what, codec in compressed(given).items()
         ),
         f"of gradients {', '.join(map(repr, NAMES))}, a codec, as TopK(density=0.01) is one, or "
-        "None; or a mapping of these for 'gradients', and for 'weights' of "
-        f"{', '.join(map(repr, NAMES_OF_WEIGHTS))}, a codec or None",
+        "None; or a mapping of these for 'gradients', for 'weights' of "
+        f"{', '.join(map(repr, NAMES_OF_WEIGHTS))}, and for 'activations' of "
+        f"{', '.join(map(repr, NAMES_OF_ACTIVATIONS))}, or a codec",
         "'bf16', or compress={'gradients': 'int8', 'weights': 'int8'}",
     ),
     "bandwidth": Check(

@@ -33,6 +33,7 @@ from lightning_cyclic.plugin.option_values import (
     bandwidth_of,
     compressed,
 )
+from lightning_cyclic.runtime.codecs.activations import AbstractCrossingCodec, crossing_codec_of
 from lightning_cyclic.runtime.codecs.base import AbstractCodec
 from lightning_cyclic.runtime.codecs.choice import CODECS, codec_of
 from lightning_cyclic.runtime.codecs.weights import weight_codec_of
@@ -78,9 +79,9 @@ _USES: Final[Mapping[str, _Use]] = {
             or options.replicas > 1
             or plan.axes.placement.takes_turns
         ),
-        "workers that send sums of gradients to each other, and not in one replica of a pipeline, "
-        "each of whose workers adds up its own",
-        "replicas=2, or preset='cyclic_dp'",
+        "gradients where workers send sums of them to each other, and not in one replica of a "
+        "pipeline, each of whose workers adds up its own",
+        "replicas=2, preset='cyclic_dp', or compress={'activations': ...}",
     ),
     "error_feedback": _Use(
         False,
@@ -211,6 +212,25 @@ def _check_weight_codec(options: Options, plan: Plan) -> None:
         )
 
 
+def _check_crossing_codec(options: Options) -> None:
+    """Refuse a codec of activations where none cross from stage to stage."""
+    given = options.compressed("activations")
+    crossing_codec_of(given)  # which refuses those of gradients alone
+    if not options.cuts_steps:
+        raise ConfigurationError(
+            f"compress={{'activations': {given!r}}} with preset {options.preset!r}, whose workers "
+            "run whole micro-batches, so that no activations are sent; allowed: presets of "
+            "PipelineStrategy; use PipelineStrategy('1f1b', "
+            f"compress={{'activations': {given!r}}}), or leave it out"
+        )
+    if options.given_stages == 1:
+        raise ConfigurationError(
+            f"compress={{'activations': {given!r}}} with stages={options.stages!r}, one stage, "
+            "from which nothing crosses to another; allowed: two or more; use stages=2, or leave "
+            "it out"
+        )
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -267,6 +287,8 @@ class Options:
             _check_codec(self, probe)
         if self.weight_codec is not None:
             _check_weight_codec(self, probe)
+        if self.compressed("activations") is not None:
+            _check_crossing_codec(self)
         if self.activation_checkpointing == "optimal":
             _check_optimal(self, probe)
         if self.disk is not None and is_stagewise(probe):
@@ -372,8 +394,13 @@ class Options:
         given = self.compressed("weights")
         return None if given is None else weight_codec_of(given)
 
+    def crossing_codec(self, *, is_scaled: bool) -> AbstractCrossingCodec | None:
+        """Return what encodes activations and their gradients between stages, if anything does."""
+        given = self.compressed("activations")
+        return None if given is None else crossing_codec_of(given, is_scaled=is_scaled)
+
     def compressed(self, what: str) -> Any:
-        """Return what the user chose to make gradients, or new weights, smaller."""
+        """Return what the user chose to make gradients, weights or activations smaller."""
         return compressed(self.compress).get(what)
 
     @property
@@ -500,6 +527,12 @@ class Options:
     def plans_placement(self) -> str:
         """Return the placement of the plan: the one that was chosen, or follows."""
         return self._placement or PRESETS[self.preset].placement
+
+    @property
+    def cuts_steps(self) -> bool:
+        """Say whether workers have single stages; not of one device that stands for others."""
+        placement = self._given("placement") or PRESETS[self.preset].placement
+        return placement != "replicated"
 
     def _given(self, axis: str) -> str | None:
         given = dict(self.axes).get(axis)

@@ -175,6 +175,7 @@ def make_session(
         return options.plan(num_stages, relayed, num_microbatches=num_microbatches, tied=tied)
 
     device, assembly = trainer.strategy.root_device, cast("Any", trainer.strategy).assembly
+    is_scaled = scaler_of(trainer) is not None
     config = StagewiseConfig(
         make_plan=make_plan,
         find_cuts=finder.find,
@@ -194,7 +195,8 @@ def make_session(
         not_state=frozenset({*vars(LightningModule()), "log"}),
         is_delayed=plan.weights != "sync",
         verify=options.compared_steps if trainer.state.fn == TrainerFn.FITTING else 0,
-        sums=options.sums(is_scaled=scaler_of(trainer) is not None),
+        sums=options.sums(is_scaled=is_scaled),
+        activations=options.crossing_codec(is_scaled=is_scaled),
     )
     worker = rank_of(trainer.global_rank, trainer.world_size // options.replicas)
     return StagewiseSession(

@@ -111,6 +111,9 @@ class Costs:
             ``param_bytes`` by default, less where pruned elements are not sent.
         sent_sum_bytes: bytes of a sum of gradients in a message; ``sent_param_bytes`` by default,
             more where gradients have a lower precision than float32.
+        sent_cut_bytes: bytes of ``cut_bytes`` in a message; as many by default, less where a
+            codec makes activations smaller.
+        sent_cut_gradient_bytes: the same of their gradients.
     """
 
     forward_s: tuple[float, ...]
@@ -125,6 +128,8 @@ class Costs:
     activation_bytes: tuple[float, ...] = ()
     sent_param_bytes: tuple[float, ...] = ()
     sent_sum_bytes: tuple[float, ...] = ()
+    sent_cut_bytes: tuple[float, ...] = ()
+    sent_cut_gradient_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         num_stages = len(self.forward_s)
@@ -135,6 +140,9 @@ class Costs:
         for name in _NONE_BY_DEFAULT:
             if not getattr(self, name):
                 object.__setattr__(self, name, (0.0,) * num_stages)
+        for name in ("sent_cut_bytes", "sent_cut_gradient_bytes"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, self.cut_bytes)
         for name in self.__dataclass_fields__:
             values = getattr(self, name)
             if len(values) != num_stages or min(values, default=0.0) < 0:
@@ -176,20 +184,39 @@ class Costs:
             activation_bytes=(activation_bytes / num_stages,) * num_stages,
         )
 
-    def compressed(self, num_bytes: Callable[[int], float]) -> Self:
-        """Return the same of a plan whose gradients a codec makes smaller (``to_owners=True``).
+    def compressed(
+        self,
+        num_bytes: Callable[[int], float] | None = None,
+        *,
+        activations: Callable[[int], tuple[float, float]] | None = None,
+    ) -> Self:
+        """Return the same of a plan that sends less of gradients, or of activations.
 
-        Seconds in which gradients are encoded are not among them.
+        Plans whose gradients a codec makes smaller have ``to_owners=True``. Seconds in which
+        anything is encoded are not among them.
 
         Args:
-            num_bytes: elements of float32 -> bytes that are sent of them; each codec has one.
+            num_bytes: of gradients: elements of float32 -> bytes that are sent of them; each
+                codec has one. [all]
+            activations: elements of float32 at a cut -> bytes that are sent of them forward, and
+                of their gradients backward. [all]
 
         Example:
             >>> Costs.even(2, model_bytes=800.0).compressed(lambda n: n / 2).sent_sum_bytes
             (50.0, 50.0)
+            >>> costs = Costs.even(2, cut_bytes=400.0)
+            >>> costs.compressed(activations=lambda n: (n / 2, n / 4)).sent_cut_gradient_bytes
+            (25.0, 25.0)
         """
-        elements = (round(size / _FLOAT32_BYTES) for size in self.sent_param_bytes)
-        return replace(self, sent_sum_bytes=tuple(map(num_bytes, elements)))
+        made = self
+        if num_bytes is not None:
+            sums = tuple(map(num_bytes, map(_elements, self.sent_param_bytes)))
+            made = replace(made, sent_sum_bytes=sums)
+        if activations is not None:
+            each = [activations(_elements(size)) for size in self.cut_bytes]
+            forward, backward = (tuple(x[k] for x in each) for k in range(2))
+            made = replace(made, sent_cut_bytes=forward, sent_cut_gradient_bytes=backward)
+        return made
 
     def put_away(self, bytes_per_s: float) -> Self:
         """Return the same with what forwards leave on a disk until their backwards.
@@ -215,9 +242,9 @@ class Costs:
 
     def message_bytes(self, action: Action) -> float:
         if action.payload is Payload.A:
-            return self.cut_bytes[action.j]
+            return self.sent_cut_bytes[action.j]
         if action.payload is Payload.G:  # enters stage j from behind, over the next cut
-            return self.cut_bytes[action.j + 1]
+            return self.sent_cut_gradient_bytes[action.j + 1]
         if action.payload in (Payload.D, Payload.L, Payload.N):  # samples and numbers
             return 0.0
         if action.payload in (Payload.W, Payload.V):
@@ -226,3 +253,7 @@ class Costs:
             return self.sent_sum_bytes[action.j]
         by_stage = self.buffer_bytes if action.payload is Payload.R else self.sent_param_bytes
         return by_stage[action.j]
+
+
+def _elements(num_bytes: float) -> int:
+    return round(num_bytes / _FLOAT32_BYTES)

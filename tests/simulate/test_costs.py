@@ -61,6 +61,14 @@ def test_even_stages_sum_up_to_the_model():
     assert costs.cut_bytes == (2.0,) * 8
 
 
+def test_activations_and_their_gradients_take_what_a_codec_sends_of_each():
+    small = COSTS.compressed(activations=lambda n: (n * 3, n))  # of 2 elements, and of none
+    assert small.message_bytes(parse("1SEND_A0>1#0")) == 6.0
+    assert small.message_bytes(parse("0RECV_G0<1#0")) == 2.0
+    assert small.message_bytes(parse("0SEND_S0>1#0")) == 5.0
+    assert small.cut_bytes == COSTS.cut_bytes  # which stages keep as they are
+
+
 @pytest.mark.parametrize("changes", [{"param_bytes": (1.0,)}, {"update_s": (1.0, -1.0)}])
 def test_costs_that_do_not_fit_are_refused(changes):
     given = {"forward_s": (1.0, 1.0), "backward_s": (1.0, 1.0), "param_bytes": (1.0, 1.0)}

@@ -1,1 +1,1 @@
-"""Codecs: what workers send of a gradient, where all of it is too much for the network."""
+"""Codecs: what workers send of a gradient or an activation, where all is too much."""

@@ -28,6 +28,9 @@ class AbstractCodec(ABC):
     among them, and adds them in the order of micro-batches. Derive from it for a codec of your
     own: what it gives must follow from what it is given alone, or runs do not repeat.
 
+    As ``compress={"activations": ...}`` it encodes activations and their gradients, too, where
+    they cross from stage to stage: each by itself, with a state that is empty each time.
+
     Example:
         >>> class Signs(AbstractCodec):
         ...     def sent(self, like):

@@ -31,6 +31,9 @@ _Choose = Callable[[Tensor, int, State], Tensor]
 class TopK(AbstractCodec):
     """Send the largest elements of each gradient, exactly, and add the others to the next one.
 
+    Of activations, ``compress={"activations": TopK(...)}``, it sends the largest of each sample,
+    and of their gradients those at the same positions; others are 0.
+
     Args:
         density: how much of each tensor is sent, above 0 and up to 1.
 
@@ -54,7 +57,7 @@ class TopK(AbstractCodec):
 
     def encode(self, gradient: Tensor, state: State) -> Sequence[Tensor]:
         def choose(size: Tensor, most: int) -> Tensor:
-            return _from(size, _last_of(size, most), most)
+            return as_large_as(last_of(size, most), size, most)
 
         return _encoded(gradient, self.density, state, choose)
 
@@ -116,9 +119,9 @@ class Dct(AbstractCodec):
             if not is_due and int(chosen.sum()) <= most:
                 return chosen
             # of a gradient that is 0 none is sent, and not all of it
-            threshold = _last_of(size, most).clamp(min=least)
+            threshold = last_of(size, most).clamp(min=least)
             state["threshold"] = unless_broken(gradient, threshold, before)
-            return _from(size, threshold, most)
+            return as_large_as(threshold, size, most)
 
         return _encoded(gradient, self.density, state, choose)
 
@@ -181,12 +184,13 @@ def _decoded(sent: Sequence[Tensor], like: Tensor) -> Tensor:
     return room.scatter_(0, positions.to(torch.int64), values)[:-1].view(like.shape)
 
 
-def _last_of(size: Tensor, most: int) -> Tensor:
-    """Return the smallest of so many largest."""
-    return size.topk(most).values[-1]
+def last_of(size: Tensor, most: int) -> Tensor:
+    """Return the smallest of so many largest, of each row."""
+    return size.topk(most).values[..., -1]
 
 
-def _from(size: Tensor, last: Tensor, most: int) -> Tensor:
+def as_large_as(last: Tensor, size: Tensor, most: int) -> Tensor:
     """Say which are as large as the last of so many; of equal ones the first, on every device."""
+    last = last.unsqueeze(-1)
     above, ties = size > last, size == last
-    return above | (ties & (ties.cumsum(0) <= most - above.sum()))
+    return above | (ties & (ties.cumsum(-1) <= most - above.sum(-1, keepdim=True)))

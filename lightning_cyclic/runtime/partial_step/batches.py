@@ -141,6 +141,7 @@ class Batches:
                 f"{kind} {family(part.batch)}",
                 BatchReads() if waits else None,
                 words_for(i, sizes) if sizes else "",
+                part.size,
             )
             for i, (part, weight) in enumerate(zip(parts, shares, strict=True))
         }

@@ -12,6 +12,7 @@ from lightning_cyclic.plan import Plan, program_of
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.passes.batches import first_stage, teller
 from lightning_cyclic.plan.passes.messages import message
+from lightning_cyclic.runtime.codecs.activations import AbstractCrossingCodec
 from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.gradient_store import AS_MADE, Gradients, SumDtypes
 from lightning_cyclic.runtime.messages import Message
@@ -52,6 +53,8 @@ class StagewiseConfig:
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
         codes: of gradients, where a codec makes them smaller. [as they are]
+        activations: what makes activations and their gradients smaller where they cross from
+            stage to stage. [as they are]
         state_per_param: bytes of optimizer state per byte of parameters.
         make_home: (bytes) -> where what forwards save lies meanwhile. [in memory]
         timeout_s: limit of waits for that, in seconds.
@@ -85,6 +88,7 @@ class StagewiseConfig:
     forms: WeightForms = ALL
     sums: SumDtypes = AS_MADE
     codes: Codes | None = None
+    activations: AbstractCrossingCodec | None = None
     verify: int = 0
     state_per_param: float = 0.0
     make_home: Callable[[int], AbstractHome] | None = None

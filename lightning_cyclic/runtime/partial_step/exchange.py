@@ -13,6 +13,7 @@ What passes between two stages of one worker lies in the same places, without a 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeAlias, final
 
 import torch
@@ -25,6 +26,7 @@ from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.gradient_store import Sum, refuse_sparse
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.batches import Batches
+from lightning_cyclic.runtime.partial_step.coded_crossings import CodedCrossings, Sent
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.own_stages import OwnStages
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Packet
@@ -61,10 +63,13 @@ class Exchange:
         self._step = step
         self._ownership = own.ownership
         self._codes = config.codes
+        codec = config.activations
+        say = config.say
+        self._crossings = None if codec is None else CodedCrossings(codec, own.device, say)
         self._grads = updates.grads
         self._norms = updates.norms
         self._packets: dict[Key, Packet] = {}  # by the stage that takes them
-        self._crossed: dict[Key, Mapping[Handle, Tensor]] = {}  # by the stage that takes them
+        self._crossed: dict[Key, Sent] = {}  # by the stage that takes them
         # of parameters of earlier stages: step, micro-batch, name; or what came from a worker
         self._tied: dict[tuple[int, int, str], Tensor] = {}
         self._tied_from: dict[tuple[int, int, int, int], dict[str, Tensor]] = {}
@@ -75,11 +80,18 @@ class Exchange:
 
     def forward(self, a: Action) -> None:
         assert a.i is not None
-        key = (a.t, a.i, a.j)
-        packet = self._step.forward(a, lambda: self._packets.pop(key, None) or Packet())
+        packet = self._step.forward(a, lambda: self._packet_for(a))
         if packet is not None:
             packet.tapes = self._remembered(a, packet.tapes)
+            if self._crossings is not None and a.t >= 0:  # and not in an evaluation
+                self._crossings.encode(_key(a), packet, self._step.size_of(a))
             self._packets[a.t, a.i, a.j + 1] = packet
+
+    def _packet_for(self, a: Action) -> Packet:
+        packet = self._packets.pop(_key(a), None) or Packet()
+        if self._crossings is None or a.t < 0 or a.j == 0:
+            return packet
+        return self._crossings.decode(_key(a), packet)
 
     def backward(self, a: Action) -> None:
         """Run B, I or W, and add what gradients it makes of weights to the sum of the step."""
@@ -92,7 +104,7 @@ class Exchange:
             else:
                 gone = self._step.backward(a, lambda: self._gradients_for(a))
         if a.kind in GO_BACK and a.j > 0:
-            self._crossed[a.t, a.i, a.j - 1] = gone.crossed
+            self._crossed[a.t, a.i, a.j - 1] = self._sent_of(a, gone.crossed)
         if a.kind in MAKE_GRADIENTS:
             self._keep_tied(a, gone.tied)
             self._look_if_complete(a)
@@ -117,9 +129,17 @@ class Exchange:
             self._updates.complete(a.t, a.j)
 
     def _gradients_for(self, a: Action) -> Gradients:
-        assert a.i is not None
-        crossed = self._crossed.pop((a.t, a.i, a.j), {})
+        sent = self._crossed.pop(_key(a), {})
+        if self._crossings is None or a.j == self._plan.num_stages - 1:
+            crossed = {h: x for h, (x,) in sent.items()}
+        else:
+            crossed = self._crossings.decode_gradients(_key(a), sent)
         return Gradients(crossed, self._tied_gradients(a) if a.kind is Kind.B else {})
+
+    def _sent_of(self, a: Action, crossed: Mapping[Handle, Tensor]) -> Sent:
+        if self._crossings is None:
+            return {h: (x,) for h, x in crossed.items()}
+        return self._crossings.encode_gradients(_key(a), crossed)
 
     def _tied_gradients(self, a: Action) -> dict[str, Tensor]:
         """Take what later stages have for the parameters of a stage, own ones and others'."""
@@ -181,14 +201,11 @@ class Exchange:
         key = self._step.kind_of(a)
         known = self._facts.get((key, a.j))
         packet.note_spread()
-        tag = (
-            tuple(packet.tensors), packet.with_grad, packet.tapes, packet.used, packet.learning,
-            packet.shared, packet.stale, packet.spread,
-        )  # fmt: skip
+        tag = packet.tag()
         if known is None or known[0] != tag:
             _keep_few(self._facts)
             known = self._facts[key, a.j] = (tag, packet.facts())
-        return Message(list(packet.tensors.values()), known[1])
+        return Message(packet.sent(), known[1])
 
     def _take_packet(self, a: Action, message: Message) -> None:
         assert a.i is not None
@@ -212,14 +229,18 @@ class Exchange:
 
     def _give_crossed(self, a: Action) -> Message:
         assert a.i is not None
-        grads = self._crossed.pop((a.t, a.i, a.j))
-        handles = sorted(grads)
-        return Message([grads[h] for h in handles], [list(h) for h in handles])
+        sent = self._crossed.pop((a.t, a.i, a.j))
+        handles = sorted(sent)
+        facts = [[*h, len(sent[h])] for h in handles]
+        return Message([x for h in handles for x in sent[h]], facts)
 
     def _take_crossed(self, a: Action, message: Message) -> None:
         assert a.i is not None
-        handles = [(h[0], h[1], h[2]) for h in message.facts]
-        self._crossed[a.t, a.i, a.j] = dict(zip(handles, message.tensors, strict=True))
+        came = iter(message.tensors)
+        self._crossed[a.t, a.i, a.j] = {
+            (region, event, leaf): list(islice(came, num))
+            for region, event, leaf, num in message.facts
+        }
 
     def _give_tied(self, a: Action) -> Message:
         assert a.i is not None
@@ -303,6 +324,11 @@ class Exchange:
 
     def _take_losses(self, a: Action, message: Message) -> None:
         self._conclusions.came[a.t] = message
+
+
+def _key(a: Action) -> Key:
+    assert a.i is not None
+    return a.t, a.i, a.j
 
 
 def _keep_few(found: dict[Any, Any]) -> None:

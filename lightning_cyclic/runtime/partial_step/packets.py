@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,18 @@ from lightning_cyclic.runtime.buffers import sent_spec
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.module_state import Change
 from lightning_cyclic.runtime.partial_step.tape import Tape, names, tape_from_data, tape_to_data
+from lightning_cyclic.runtime.values.plain import TensorSpec, spec_from_data, spec_to_data
+
+
+class Coded(NamedTuple):
+    """Hold what is sent of a tensor, in its place.
+
+    Args:
+        spec: of the tensor.
+    """
+
+    sent: Sequence[Tensor]
+    spec: TensorSpec
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +44,8 @@ class Packet:
         shared: numbers of the groups of tensors that share memory in the stages that made them.
         stale: tensors of which another view was changed in place since -> where.
         spread: strides of tensors that travel without the gaps in their memory.
+        coded: what is sent of tensors that a codec makes smaller, until it is decoded; they are
+            not among the others, and have gradients.
     """
 
     tensors: dict[Handle, Tensor] = field(default_factory=dict)
@@ -41,11 +56,24 @@ class Packet:
     shared: dict[Handle, int] = field(default_factory=dict)
     stale: dict[Handle, str] = field(default_factory=dict)
     spread: tuple[tuple[Handle, tuple[int, ...]], ...] = ()
+    coded: dict[Handle, Coded] = field(default_factory=dict)
 
     def note_spread(self) -> None:
         """Note how tensors lie: kernels add in another order where memory has no gaps."""
         loose = ((h, x) for h, x in self.tensors.items() if not x.is_contiguous())
         self.spread = tuple((h, x.stride()) for h, x in loose if sent_spec(x).stride != x.stride())
+
+    def sent(self) -> list[Tensor]:
+        """Return the tensors of its message."""
+        return [*self.tensors.values(), *(x for each in self.coded.values() for x in each.sent)]
+
+    def tag(self) -> Any:
+        """Return what decides about the facts: equal for equal ones."""
+        coded = [(h, c.spec, len(c.sent)) for h, c in self.coded.items()]
+        return (
+            tuple(self.tensors), self.with_grad, self.tapes, self.used, self.learning,
+            self.shared, self.stale, self.spread, coded,
+        )  # fmt: skip
 
     def facts(self) -> Any:
         """Return what is to be said beside the tensors, in terms of JSON."""
@@ -58,14 +86,16 @@ class Packet:
             [[list(h), n] for h, n in self.shared.items()],
             [[list(h), line] for h, line in self.stale.items()],
             [[list(h), list(stride)] for h, stride in self.spread],
+            [[list(h), spec_to_data(c.spec), len(c.sent)] for h, c in self.coded.items()],
         ]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], facts: Any, tapes: tuple[Tape, ...] | None) -> Packet:
         """Make a packet of what came; ``tapes`` if they are known already."""
-        handles, with_grad, tape_data, used, learning, shared, stale, spread = facts
+        handles, with_grad, tape_data, used, learning, shared, stale, spread, coded = facts
         keys: list[Handle] = [(h[0], h[1], h[2]) for h in handles]
-        came = dict(zip(keys, tensors, strict=True))
+        came = dict(zip(keys, tensors, strict=False))
+        rest = iter(tensors[len(keys) :])
         for h, stride in spread:
             x = came[h[0], h[1], h[2]]
             made = torch.empty_strided(x.size(), stride, dtype=x.dtype, device=x.device)
@@ -78,6 +108,10 @@ class Packet:
             learning=learning,
             shared={(h[0], h[1], h[2]): n for h, n in shared},
             stale={(h[0], h[1], h[2]): line for h, line in stale},
+            coded={
+                (h[0], h[1], h[2]): Coded(list(islice(rest, num)), spec_from_data(spec))
+                for h, spec, num in coded
+            },
         )
 
 

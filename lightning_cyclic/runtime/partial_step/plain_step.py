@@ -11,7 +11,7 @@ rule, as there is one version of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -22,6 +22,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.plan.roles import source_of_sum
 from lightning_cyclic.runtime.bits import kept
+from lightning_cyclic.runtime.codecs.activations import AbstractCrossingCodec
 from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.gradient_store import SumDtypes, takes
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter, Unit
@@ -35,6 +36,7 @@ from lightning_cyclic.runtime.partial_step.evidence import (
 from lightning_cyclic.runtime.partial_step.ghosts import tensors_in
 from lightning_cyclic.runtime.partial_step.losses import loss_of
 from lightning_cyclic.runtime.partial_step.packets import Outcome
+from lightning_cyclic.runtime.partial_step.plain_crossings import PlainCrossings
 from lightning_cyclic.runtime.randomness import Randomness, undisturbed
 from lightning_cyclic.runtime.snapshot import Print, Snapshot, print_of, tensor_print
 from lightning_cyclic.runtime.torch_functions import known, leave_modes, num_modes
@@ -47,11 +49,13 @@ class Part(NamedTuple):
 
     Args:
         weight: its share of the step's loss, as a function of a tensor of ones.
+        size: of how many samples it is.
     """
 
     i: int
     batch: Any
     weight: Callable[[Tensor], Tensor]
+    size: int
 
 
 class Plain(NamedTuple):
@@ -70,6 +74,7 @@ class PlainStep:
         stage_of: name -> stage, of parameters and buffers.
         sums: dtypes of sums of gradients.
         codes: of gradients, if a codec changes them; this changes nothing of what they keep.
+        activations: what changes those that cross from stage to stage, if anything does.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -84,6 +89,7 @@ class PlainStep:
         forms: WeightForms,
         sums: SumDtypes,
         codes: Codes | None,
+        activations: AbstractCrossingCodec | None,
         written: frozenset[str],
     ) -> None:
         self._module = module
@@ -96,6 +102,7 @@ class PlainStep:
         self._forms = forms
         self._dtypes = sums
         self._codes = self._codes_before = codes
+        self._activations = activations
         stages = [stage_of.get(n, 0) for n, _ in module.named_parameters()]
         weights = list(zip(stages, module.parameters(), strict=True))
         self._holders = [*weights, *((j, forms.trained(p)) for j, p in weights)]
@@ -166,7 +173,9 @@ class PlainStep:
 
     def _run_part(self, t: int, part: Part, call: Callable[[Any], Any], notes: Notes) -> Outcome:
         randomness = Randomness(self._seed, t, part.i, self._device, self._held)
-        run = PlainRun(self._router, part.i, randomness, notes)
+        codec = self._activations
+        crossings = None if codec is None else PlainCrossings(codec, part.size)
+        run = PlainRun(self._router, part.i, randomness, notes, crossings)
         output = run(partial(call, map_tensors(torch.clone, part.batch)))
         if output is not None:
             loss = loss_of(output, t)
@@ -269,19 +278,27 @@ class PlainSums:
 
 @final
 class PlainRun:
-    """Run a step for one micro-batch."""
+    """Run a step for one micro-batch.
+
+    Args:
+        crossings: what regions have of earlier ones. [what these have]
+    """
 
     depth = 0
     region = 0
     is_plain = True
 
-    def __init__(self, router: CallRouter, i: int, randomness: Randomness, notes: Notes) -> None:
+    def __init__(
+        self, router: CallRouter, i: int, randomness: Randomness, notes: Notes,
+        crossings: PlainCrossings | None = None,
+    ) -> None:  # fmt: skip
         self.router = router
         self.target = router.num_stages - 1  # as a run that goes to the end of the step
         self.logs: list[tuple[str, Any, dict[str, Any]]] = []
         self._i = i
         self._randomness = randomness
         self._notes = notes
+        self._crossings = crossings
 
     def __call__(self, step: Callable[[], Any]) -> Any:
         router, depth = self.router, num_modes()
@@ -291,7 +308,8 @@ class PlainRun:
             router.watch.insert(depth)
             output = step()
             self._leave()
-            return output
+            self.logs = [(name, self._crossed(x), more) for name, x, more in self.logs]
+            return self._crossed(output)
         finally:
             router.end()
             leave_modes(depth)
@@ -300,6 +318,7 @@ class PlainRun:
         self.reach(unit.path, unit.begins)
         if unit.is_split:
             return original(*args, **kwargs)
+        args, kwargs = self._crossed((args, kwargs))
         given = [tensor_print(x) for x in tensors_in(args, kwargs)]
         router, self.depth = self.router, 1
         is_aside = router.watch.step_aside()
@@ -312,13 +331,26 @@ class PlainRun:
             if is_aside:
                 router.watch.come_back()
         self._notes.call(self._i, self.region, unit.event, given, tensors(result))
+        self._note_made(args, kwargs, result)
         return result
 
     def function(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not known(func).is_random:
+        about = known(func)
+        if about.is_metadata:
             return func(*args, **kwargs)
-        with self._randomness.of_glue():
-            return func(*args, **kwargs)
+        args, kwargs = self._crossed((args, kwargs))
+        with self._randomness.of_glue() if about.is_random else nullcontext():
+            result = func(*args, **kwargs)
+        self._note_made(args, kwargs, result)
+        return result
+
+    def _crossed(self, value: Any) -> Any:
+        """Return a value as the stage that is under way would have it."""
+        return value if self._crossings is None else self._crossings.at(self.region, value)
+
+    def _note_made(self, *values: Any) -> None:
+        if self._crossings is not None:  # also what a call has changed: it may have gradients now
+            self._crossings.note(values, self.region)
 
     def reach(self, path: str, stage: int) -> None:
         if stage > self.region:

@@ -281,7 +281,7 @@ class StagewiseSession(AbstractSession):
         stage_of = {n: j for each in named for j, names in enumerate(each) for n in names}
         return PlainStep(
             self.module, self.router, stage_of, self.device, config.seed, self._held,
-            config.not_state, config.forms, config.sums, config.codes,
+            config.not_state, config.forms, config.sums, config.codes, config.activations,
             frozenset(stage_of if config.is_one_stage else cuts.written),
         )  # fmt: skip
 

@@ -65,6 +65,7 @@ class Micro(NamedTuple):
         kind: what its tensors look like, sizes included.
         reads: what Python has read of it; None where that takes no time.
         where: names it for errors in it; empty for evaluation.
+        size: of how many samples it is.
     """
 
     batch: Any
@@ -73,6 +74,7 @@ class Micro(NamedTuple):
     family: str
     reads: BatchReads | None = None
     where: str = ""
+    size: int = 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,6 +167,10 @@ class StageStep:
     def kind_of(self, a: Action) -> str:
         """Return what the tensors of an action's micro-batch look like."""
         return self._of(a).kind
+
+    def size_of(self, a: Action) -> int:
+        """Return how many samples an action's micro-batch has."""
+        return self._of(a).size
 
     def take_outcomes(self, t: int) -> dict[int, Outcome]:
         """Return what the micro-batches of step ``t`` gave, in their order; none elsewhere."""

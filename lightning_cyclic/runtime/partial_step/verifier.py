@@ -172,8 +172,8 @@ class Verifier:
             if own.config.scaled is not None:
                 shares = [own.config.scaled(t, share) for share in shares]
             found += [
-                Part(i * replicas + q, batch, share)
-                for i, ((batch, _), share) in enumerate(zip(replica, shares, strict=True))
+                Part(i * replicas + q, batch, share, size)
+                for i, ((batch, size), share) in enumerate(zip(replica, shares, strict=True))
             ]
         return sorted(found, key=lambda part: part.i)
 
