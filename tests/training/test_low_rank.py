@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_cyclic import LowRankGradients, PowerSgd
 from lightning_cyclic.plan.actions import Payload
+from lightning_cyclic.runtime.codecs.factored import FactoredGradient
 from tests.harness.processes import here
 from tests.harness.rows import more
 from tests.harness.runs import Result, run, saving, trained
@@ -327,6 +328,48 @@ def test_factors_are_sent() -> None:
         n, m = len(named[name]), named[name][0].numel()
         factors += RANK * (n + m + 1) - n * m
     assert plain - coded > 0.9 * 4 * NUM_STEPS * (whole - factors)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class Behind(Callback):
+    """Notes the bytes of gradients behind each backward, and what reads them then."""
+
+    def __init__(self) -> None:
+        self.num_bytes: list[int] = []
+        self.norms: list[float] = []
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        grads = [p.grad for p in module.parameters()]
+        held = [g.held() if isinstance(g, FactoredGradient) else [g] for g in grads]
+        self.num_bytes.append(sum(x.nbytes for xs in held for x in xs))
+        if len(self.num_bytes) == NUM_STEPS:
+            self.norms = [float(g.norm()) for g in grads]
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        grads = [p.grad for p in module.parameters()]
+        assert {type(g) for g in grads} == {Tensor}  # whatever an optimizer does with them
+        if self.norms:
+            assert self.norms == [float(g.norm()) for g in grads]
+            self.norms = []
+
+
+def behind(trainer: Any, module: Any) -> list[int]:
+    (found,) = (c.num_bytes for c in trainer.callbacks if isinstance(c, Behind))
+    assert found
+    return list(found)
+
+
+def test_behind_a_backward_there_are_factors_and_whoever_reads_them_finds_gradients() -> None:
+    named = dict(Net().named_parameters())
+    expected = 0
+    for name, p in named.items():
+        is_factored = name in FACTORED
+        expected += 4 * (RANK * (len(p) + p[0].numel() + 1) if is_factored else p.numel())
+    found = plainly(callbacks=[Behind()], look=behind).found
+    assert found == [expected] * NUM_STEPS
+    assert expected < 2 * sum(p.numel() for p in named.values())  # of 4 bytes for each
 
 
 # ---------------------------------------------------------------------- what does not go with it

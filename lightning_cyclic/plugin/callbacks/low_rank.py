@@ -21,6 +21,7 @@ from lightning_cyclic.compat import Callback, SingleDeviceStrategy
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.compression import put_state, state_of
+from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.codecs.factored import FactoredGradient
 from lightning_cyclic.runtime.codecs.low_rank import LowRank, sides
@@ -100,6 +101,7 @@ class LowRankGradients(Callback):
         """Find the layers of a fit and tap them; a strategy of ours does so before it makes plans.
 
         Args:
+            trainer: of the fit.
             sends_whole: whether the strategy sends whole gradients, unless it is of one device.
 
         Returns:
@@ -266,6 +268,9 @@ def _refuse(trainer: Any, what: str, *, sends_whole: bool) -> None:
         ),
         f"precision={trainer.precision!r}, whose loss scale changes, and factors with it": (
             scaler_of(trainer) is not None
+        ),
+        "SparseStatePrecision, which keeps parts of gradients": (
+            isinstance(trainer.precision_plugin, SparseStatePrecision)
         ),
     }
     for given, is_so in found.items():

@@ -58,7 +58,12 @@ class FactoredGradient(Tensor):
     def __new__(cls, form: Form, factors: Factors, num_rows: int) -> FactoredGradient:
         """Make one without memory of its own."""
         made: FactoredGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, form.shape, strides=form.strides, dtype=form.dtype, device=form.device
+            cls,
+            form.shape,
+            strides=form.strides,
+            dtype=form.dtype,
+            device=form.device,
+            storage_size=0,
         )
         made.factors, made.num_rows = factors, num_rows
         made.is_changed, made._matrix = False, None
@@ -72,6 +77,10 @@ class FactoredGradient(Tensor):
                 self.shape, self.stride(), dtype=self.dtype, device=self.device
             ).copy_(dense)
         return self._matrix
+
+    def held(self) -> list[Tensor]:
+        """Return what takes memory of it."""
+        return [*self.factors, *([] if self._matrix is None else [self._matrix])]
 
     @override
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
