@@ -241,23 +241,12 @@ class LowRankGradients(Callback):
 
 
 def low_rank_of(trainer: Any) -> LowRankGradients | None:
-    """Return the callback of a Trainer.
-
-    Raises:
-        ConfigurationError: it has two of them.
-    """
-    found = [c for c in trainer.callbacks if isinstance(c, LowRankGradients)]
-    if len(found) > 1:
-        raise ConfigurationError(
-            f"a Trainer has {' and '.join(map(repr, found))}; allowed: one of them, of all layers "
-            "with one rank; remove the others"
-        )
-    return found[0] if found else None
+    """Return the callback of a Trainer, which has one at most, as it has a state; or None."""
+    return next((c for c in trainer.callbacks if isinstance(c, LowRankGradients)), None)
 
 
 def _refuse(trainer: Any, what: str, *, sends_whole: bool) -> None:
     """Refuse what would make gradients of its own, or has to see them before the update."""
-    low_rank_of(trainer)
     strategy = trainer.strategy
     found = {
         f"{type(strategy).__name__}, which sends whole gradients": (
