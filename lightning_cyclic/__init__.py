@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_cyclic.plan import PRESETS, LocalSteps, Plan, make_plan
     from lightning_cyclic.plugin.callbacks.early_bird import EarlyBirdPruning
     from lightning_cyclic.plugin.callbacks.gradient_norms import GradientNorms
+    from lightning_cyclic.plugin.callbacks.low_rank import LowRankGradients
     from lightning_cyclic.plugin.callbacks.memory_timeline import MemoryTimeline
     from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
     from lightning_cyclic.runtime.codecs.base import AbstractCodec
@@ -47,6 +48,7 @@ __all__ = [
     "EarlyBirdPruning",
     "GradientNorms",
     "LocalSteps",
+    "LowRankGradients",
     "MemoryTimeline",
     "PeerError",
     "PipelineStrategy",
@@ -73,6 +75,7 @@ _HOMES = {
     "PipelineStrategy": "pipeline_strategy",
     "EarlyBirdPruning": "plugin.callbacks.early_bird",
     "GradientNorms": "plugin.callbacks.gradient_norms",
+    "LowRankGradients": "plugin.callbacks.low_rank",
     "MemoryTimeline": "plugin.callbacks.memory_timeline",
     "SparseStatePrecision": "plugin.precision.sparse_state",
     "AbstractCodec": "runtime.codecs.base",

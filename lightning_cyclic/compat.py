@@ -240,6 +240,7 @@ OF_TORCH: Final = (
     Private("torch._C._autograd", "_top_saved_tensors_default_hooks", "split backwards"),
     Private("torch._C._functorch", "peek_interpreter_stack", "split backwards"),
     Private("torch._C._autograd", "_enable_record_function", "messages that outlive a profiler"),
+    Private("torch._C", "_will_engine_execute_node", "gradients of a low rank"),
     Private("torch._C", "_current_graph_task_id", "telling activations from other memory"),
     Private("torch.autograd.graph", "_engine_run_backward", "backwards of stages"),
     Private("torch.autograd.profiler", "_is_profiler_enabled", "names of actions in profiles"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin import torn_weights
 from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
 from lightning_cyclic.plugin.callbacks.flush import FlushCallback
+from lightning_cyclic.plugin.callbacks.low_rank import low_rank_of
 from lightning_cyclic.plugin.checkpoint_file import CheckpointFile
 from lightning_cyclic.plugin.checks import (
     check_beyond_memory,
@@ -60,6 +62,7 @@ class Setup(Checkpoints):
     """Set a fit, a validation, a test or predictions up."""
 
     _plan: Plan | None
+    _chosen: Options
     _reductions: HeldReductions
     _undo: ExitStack
     _workers_per_host: int
@@ -130,6 +133,8 @@ class Setup(Checkpoints):
         torn_weights.check(trainer.lightning_module, f"trainer.{trainer.state.fn.value}")
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._make_unmade(trainer, fitting=fitting)
+        if fitting:
+            self._choose_factors(trainer)
         self._prepare(trainer, self._options, fitting=fitting)
         if fitting and isinstance(self.precision_plugin, SparseStatePrecision):
             self.model_to_device()
@@ -175,6 +180,26 @@ class Setup(Checkpoints):
                 trainer, in_files=not self._chosen.save_distributed_checkpoint,
                 by_stages=self._options.is_stagewise,
             )  # fmt: skip
+
+    def _choose_factors(self, trainer: Trainer) -> None:
+        """Let workers send the factors of gradients that a callback has their backwards make.
+
+        Raises:
+            ConfigurationError: they are to send something else, or cannot.
+        """
+        callback, chosen = low_rank_of(trainer), self._chosen
+        if callback is None:
+            return
+        if chosen.compress is not None:
+            raise ConfigurationError(
+                f"compress={chosen.compress!r} with the callback {callback!r}, which says what is "
+                "sent of gradients, too; allowed: one of them; leave compress out, or remove the "
+                "callback"
+            )
+        codec = callback.prepare(trainer, sends_whole=False)
+        self._undo.callback(setattr, self, "_chosen", chosen)
+        self._chosen = replace(chosen, compress=codec)
+        self._options.check()
 
     def _prepare(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
         if options.is_stagewise and options.replicas == 1:

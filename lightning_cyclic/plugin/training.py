@@ -74,6 +74,8 @@ class AbstractTraining(Hooks, ABC):
         self._codes = None if codec is None else Codes(codec)
         coded = options.weight_codec if options.encoders else None
         self._weights = None if coded is None else CodedWeights(coded)
+        if self._codes is not None:
+            self._codes.begin(self._worker)
         self._accumulating = self._is_under_way = False
         self._has_told_stages = self._closed = self._owned_is_kept = False
         self._signals: StopSignals | None = None

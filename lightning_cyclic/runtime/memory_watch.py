@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_cyclic.runtime.codecs.factored import FactoredGradient
 from lightning_cyclic.runtime.memory_blocks import (
     ACTIVATIONS,
     BUFFERS,
@@ -150,8 +151,9 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             grad = p.grad
             if grad is not self._grads[n]:
                 self._grads[n] = grad
-                if grad is not None:
-                    self._tag(grad, GRADIENTS)
+                held = grad.held() if isinstance(grad, FactoredGradient) else [grad]
+                for x in held if grad is not None else ():
+                    self._tag(x, GRADIENTS)
 
     def _leave_the_batch(self) -> None:
         """Look no longer at what was made before its step: whether it stays is the loader's."""

@@ -91,6 +91,11 @@ def is_transformed() -> bool:
     return peek_interpreter_stack() is not None
 
 
+def is_made_now(node: Any) -> bool:
+    """Say whether the backward under way comes to a node of its graph."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
 def leave_modes(depth: int) -> None:
     """End all watches above the first ones, of which there are so many."""
     while _len_torch_function_stack() > depth:

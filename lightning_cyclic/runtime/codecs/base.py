@@ -11,7 +11,7 @@ gradient (error feedback).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -47,6 +47,8 @@ class AbstractCodec(ABC):
     """A tensor with fewer is sent as it is: its message is hardly smaller than its head."""
     has_memory: ClassVar[bool] = False
     """Whether it writes to its state, and so what it sends depends on the steps before."""
+    names: Collection[str] | None = None
+    """Of the parameters that it encodes; None: of all that it takes."""
 
     @abstractmethod
     def sent(self, like: Tensor) -> Sequence[Tensor]:
@@ -84,6 +86,9 @@ class AbstractCodec(ABC):
     def takes(self, like: Tensor) -> bool:
         """Say whether it encodes such a tensor; others are sent as they are."""
         return like.is_floating_point() and like.numel() >= self.least_elements
+
+    def begin(self, state_of: Callable[[str], State]) -> None:  # noqa: B027  (most need not know)
+        """Be told, before a worker's backward, where the state of its parameters is."""
 
     def num_bytes(self, num_elements: int) -> int:
         """Return the bytes that are sent of a tensor of float32, for plans and simulations."""

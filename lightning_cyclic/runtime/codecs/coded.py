@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
@@ -37,9 +38,21 @@ class Codes:
         """Return what does the same from here on, and changes nothing of this."""
         return Codes(self.codec, self.states())
 
+    def begin(self, worker: int) -> None:
+        """Let the backward that comes be a worker's."""
+        self.codec.begin(partial(self._state_of, worker))
+
+    def _state_of(self, worker: int, name: str) -> dict[str, Tensor]:
+        return self._states[worker].setdefault(name, {})
+
+    def takes(self, name: str, like: Tensor) -> bool:
+        """Say whether the gradient of a parameter is encoded."""
+        names = self.codec.names
+        return (names is None or name in names) and self.codec.takes(like)
+
     def encode(self, worker: int, name: str, gradient: Tensor) -> Sequence[Tensor]:
         has_memory = self.codec.has_memory
-        state = self._states[worker].setdefault(name, {}) if has_memory else {}
+        state = self._state_of(worker, name) if has_memory else {}
         for key, x in state.items():  # what a checkpoint brought; counters stay with the host
             if x.is_floating_point() and x.device != gradient.device:
                 state[key] = x.to(gradient.device)
@@ -55,7 +68,7 @@ class Codes:
 
     def through(self, worker: int, name: str, gradient: Tensor) -> Tensor:
         """Return a gradient as its owner has it, once a worker has encoded it."""
-        if not self.codec.takes(gradient):
+        if not self.takes(name, gradient):
             return gradient
         like = torch.empty_like(gradient, device="meta")
         return self.codec.decode(self.encode(worker, name, gradient), like)
@@ -110,7 +123,7 @@ class CodedStage:
         self._codes = codes
         self._names = names
         self._likes = likes
-        self._is_coded = list(map(codes.codec.takes, likes))
+        self._is_coded = list(map(codes.takes, names, likes))
         self.tensors: list[Tensor] = []  # of the message, on the meta device
         self._pieces: list[list[_Piece]] = []  # of each parameter
         self._lay_out()

@@ -97,6 +97,8 @@ class Exchange:
         """Run B, I or W, and add what gradients it makes of weights to the sum of the step."""
         assert a.i is not None
         grads = self._grads
+        if self._codes is not None:
+            self._codes.begin(a.i)
         adding = grads.adding if self._codes is None else grads.apart  # which ADD encodes
         with adding(a.t, a.j):
             if a.kind is Kind.W:

@@ -148,8 +148,12 @@ class PlainStep:
         undone = undisturbed(self._device, self._held)
         with undone, self._router.open(), self._gradients_apart(), kept(self._written):
             outcomes: list[Outcome] = []
-            sums = PlainSums(plan, t, self._holders, self._dtypes, self._coding())
+            codes = self._codes_before and self._codes_before.copied()
+            coded = None if codes is None else self._coding(codes)
+            sums = PlainSums(plan, t, self._holders, self._dtypes, coded)
             for part in parts:
+                if codes is not None:
+                    codes.begin(part.i)
                 with sums.adding(part.i):
                     outcomes.append(self._run_part(t, part, call, notes))
                 notes.outcome(part.i, outcomes[-1])
@@ -157,11 +161,8 @@ class PlainStep:
             evidence |= state_evidence(self._module, self._not_state, self._stage_of)
             return evidence, expect(outcomes)
 
-    def _coding(self) -> Coding | None:
+    def _coding(self, codes: Codes) -> Coding:
         """Return what makes of a gradient of a holder what its owner would have of a worker."""
-        if self._codes_before is None:
-            return None
-        codes = self._codes_before.copied()
         names = [name for name, _ in self._module.named_parameters()]
         trained = {id(p) for _, p in self._holders[: len(names)]}
 

@@ -146,3 +146,29 @@ def test_a_codec_is_named_by_what_it_was_made_with() -> None:
             self.second, self.first = second, first
 
     assert repr(Named(2, "x")).endswith("Named(first='x', second=2)")
+
+
+def test_a_codec_of_some_parameters_leaves_all_others_as_they_are() -> None:
+    codec = Halved()
+    codec.names = {"c"}
+    stage = CodedStage(Codes(codec), NAMES, LIKES)
+    assert [x.shape for x in stage.tensors[:4]] == [SHAPES[k] for k in (0, 1, 3, 4)]
+    grads = gradients(0)
+    found = stage.through(0, grads)
+    assert [x is y for x, y in zip(found, grads, strict=True)] == [n != "c" for n in NAMES]
+
+
+def test_a_codec_is_told_whose_backward_begins() -> None:
+    told: list[State] = []
+
+    class Listening(Halved):
+        def begin(self, state_of):  # type: ignore[no-untyped-def]
+            told.append(state_of("a"))
+
+    codes = Codes(Listening())
+    for worker in (1, 0, 1):
+        codes.begin(worker)
+    told[0]["rest"] = torch.ones(1)
+    assert told[2] is told[0]
+    assert not told[1]
+    assert codes.states() == {1: {"a": told[0]}, 0: {"a": {}}}
