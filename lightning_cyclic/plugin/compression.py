@@ -68,18 +68,22 @@ def _check_takes_some(module: nn.Module, codec: AbstractCodec) -> None:
     )
 
 
-def state_of(
-    codes: Codes | None, weights: CodedWeights | None, named: Mapping[str, nn.Parameter]
-) -> dict[str, Any]:
-    """Return what a checkpoint keeps of a worker's codecs, and of those that it stands for."""
-    exact = {} if weights is None else {_EXACT: weights.state(named)}
+def state_of(codes: Codes | None) -> dict[str, Any]:
+    """Return what a checkpoint keeps of a worker's codec, and of those that it stands for."""
     if codes is None or not codes.codec.has_memory:
-        return exact
+        return {}
     states = {str(worker): each for worker, each in codes.states().items()}
-    return exact | {"codec": {"name": repr(codes.codec), "workers": states}}
+    return {"codec": {"name": repr(codes.codec), "workers": states}}
 
 
-def put_weights(
+def exact_of(
+    weights: CodedWeights | None, named: Mapping[str, nn.Parameter]
+) -> dict[str, dict[str, Tensor]]:
+    """Return what a checkpoint keeps of a worker's exact weights."""
+    return {} if weights is None else {_EXACT: weights.state(named)}
+
+
+def put_exact(
     weights: CodedWeights | None, saved: Mapping[str, Any], named: Mapping[str, nn.Parameter]
 ) -> None:
     """Go on with the exact weights that a checkpoint has, or from the versions of them."""
