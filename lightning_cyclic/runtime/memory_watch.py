@@ -151,9 +151,11 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             grad = p.grad
             if grad is not self._grads[n]:
                 self._grads[n] = grad
-                held = grad.held() if isinstance(grad, FactoredGradient) else [grad]
-                for x in held if grad is not None else ():
-                    self._tag(x, GRADIENTS)
+                if isinstance(grad, FactoredGradient):
+                    for x in grad.held():
+                        self._tag(x, GRADIENTS)
+                elif grad is not None:
+                    self._tag(grad, GRADIENTS)
 
     def _leave_the_batch(self) -> None:
         """Look no longer at what was made before its step: whether it stays is the loader's."""

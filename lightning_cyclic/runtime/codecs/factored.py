@@ -52,12 +52,12 @@ class FactoredGradient(Tensor):
     is_changed: bool  # whether somebody has written to the matrix, which the factors lack
     _matrix: Tensor | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, form: Form, factors: Factors, num_rows: int) -> FactoredGradient:
         """Make one without memory of its own."""
-        made: FactoredGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: FactoredGradient = torch.Tensor._make_wrapper_subclass(
             cls,
             form.shape,
             strides=form.strides,

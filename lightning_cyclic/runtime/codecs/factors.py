@@ -86,7 +86,8 @@ def behind_block(
 def _orthonormal(x: Tensor) -> Tensor:
     """Return orthonormal columns that turn with those of a matrix, and do not jump."""
     q, r = torch.linalg.qr(x)
-    return q * torch.where(r.diagonal() < 0, -1.0, 1.0).to(q.dtype)
+    turned: Tensor = q * torch.where(r.diagonal() < 0, -1.0, 1.0).to(q.dtype)
+    return turned
 
 
 def _away_from_zero(sigma: Tensor) -> Tensor:
