@@ -29,7 +29,7 @@ from lightning_cyclic.runtime.torch_functions import is_made_now, is_transformed
 Blocks = Iterator[tuple[Tensor, Tensor]]
 
 
-class _Kind(ABC):
+class _AbstractKind(ABC):
     """Know how layers of a class compute, and which rows they multiply with their weight."""
 
     @abstractmethod
@@ -46,7 +46,7 @@ class _Kind(ABC):
 
 
 @final
-class _Linear(_Kind):
+class _Linear(_AbstractKind):
     @override
     def obstacle(self, layer: nn.Module) -> str:
         return "" if type(layer).forward is nn.Linear.forward else "a forward of its own"
@@ -62,7 +62,7 @@ class _Linear(_Kind):
 
 
 @final
-class _Convolution(_Kind):
+class _Convolution(_AbstractKind):
     """Take a convolution as the product of its weight with unfolded places, some images at once.
 
     A block has one image at least. Kernels of torch that make the gradient of a bias make that of
@@ -98,13 +98,13 @@ class _Convolution(_Kind):
             yield rows.mT.flatten(0, 1), back.flatten(2).mT.flatten(0, 1)
 
 
-_KINDS: tuple[tuple[type[nn.Module], _Kind], ...] = (
+_KINDS: tuple[tuple[type[nn.Module], _AbstractKind], ...] = (
     (nn.Linear, _Linear()),
     (nn.Conv2d, _Convolution()),
 )
 
 
-def _kind_of(layer: nn.Module) -> _Kind | None:
+def _kind_of(layer: nn.Module) -> _AbstractKind | None:
     return next((kind for base, kind in _KINDS if isinstance(layer, base)), None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import pytest
@@ -162,7 +162,7 @@ def test_a_codec_is_told_whose_backward_begins() -> None:
     told: list[State] = []
 
     class Listening(Halved):
-        def begin(self, state_of):  # type: ignore[no-untyped-def]
+        def begin(self, state_of: Callable[[str], State]) -> None:
             told.append(state_of("a"))
 
     codes = Codes(Listening())

@@ -75,8 +75,8 @@ def test_all_else_keeps_its_bits(kind: str, dtype: torch.dtype) -> None:
         is_close = isinstance(layer, nn.Conv2d) and dtype is torch.float32
         tolerance = {"rtol": 1e-5, "atol": 1e-5} if is_close else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(bias.grad, bias_grad, **tolerance)
-    similar = functional.cosine_similarity(weight.grad.flatten(), weight_grad.flatten(), dim=0)
-    assert similar > (0.999 if kind == "one row" else 0.5)
+    if kind == "one row":  # of which there is no more than one direction
+        torch.testing.assert_close(weight.grad.matrix(), weight_grad, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["images", "strides"])
