@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -36,6 +36,7 @@ from lightning_cyclic.planner.table import as_config, as_data, table
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_bytes, parse_seconds
 from lightning_cyclic.viz.files import write
 
+T = TypeVar("T")
 _LAYOUTS = {  # of the file of a strategy -> how it is used
     "lightning": "python train.py fit --trainer.strategy {}",
     "hydra": "python train.py strategy=NAME, from the folder of your strategies",
@@ -193,10 +194,10 @@ def _text(path: Path) -> str:
         ) from error
 
 
-def explained(parse: Callable[[str], float]) -> Callable[[str], float]:
+def explained(parse: Callable[[str], T]) -> Callable[[str], T]:
     """Let argparse print the message of a PlanError, which it hides as any ValueError's."""
 
-    def parse_or_explain(text: str) -> float:
+    def parse_or_explain(text: str) -> T:
         try:
             return parse(text)
         except PlanError as error:

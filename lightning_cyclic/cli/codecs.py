@@ -1,0 +1,134 @@
+"""Codecs as the command line names them, and about how fast they are.
+
+    bf16  fp16  fp32  int8  topk:0.01  dct:0.005  powersgd:4
+
+Bytes are what the codec itself says, so torch is imported where one is named, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+import lightning_cyclic
+from lightning_cyclic.errors import ConfigurationError, PlanError
+from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS
+from lightning_cyclic.simulate import Coding
+
+if TYPE_CHECKING:
+    from lightning_cyclic.runtime.codecs.base import AbstractCodec
+
+
+class _Rates(NamedTuple):
+    """Hold bytes of float32 per second, of one thread of a CPU (``benchmarks compression``)."""
+
+    encode: float
+    decode: float
+
+
+class _Class(NamedTuple):
+    name: str
+    number: str
+    kind: type[int] | type[float]
+
+
+_CLASSES: Final[Mapping[str, _Class]] = {
+    "topk": _Class("TopK", "density", float),
+    "dct": _Class("Dct", "density", float),
+    "powersgd": _Class("PowerSgd", "rank", int),
+}
+_RATES: Final[Mapping[str, _Rates]] = {
+    "fp32": _Rates(2e10, 2e10),
+    "bf16": _Rates(2e10, 2e10),
+    "fp16": _Rates(2e10, 2e10),
+    "int8": _Rates(3e9, 1.5e10),
+    "topk": _Rates(8e7, 1e10),
+    "dct": _Rates(2e8, 1e10),
+    "powersgd": _Rates(2e8, 1e10),
+}
+SPELLED: Final = "bf16, fp16, fp32, int8, topk:DENSITY, dct:DENSITY, powersgd:RANK"
+
+
+def parse_codec(text: str) -> Coding:
+    """Read a codec.
+
+    Raises:
+        PlanError: there is no such codec, or it takes no such number.
+
+    Example:
+        >>> str(parse_codec("dct:0.005"))
+        'Dct(density=0.005)'
+    """
+    name, colon, number = text.partition(":")
+    if name not in _RATES or bool(colon) != (name in _CLASSES):
+        raise PlanError(
+            f"{text!r} is no codec; allowed: {SPELLED}; write it like int8, topk:0.01 or "
+            "powersgd:4"
+        )
+    return _made(name, number)
+
+
+def _made(name: str, number: str) -> Coding:
+    rates = _RATES[name]
+    given = _number(name, number) if name in _CLASSES else {}
+    kind = _CLASSES[name].name if name in _CLASSES else name
+    codec = _codec(kind, given)
+    return Coding(
+        kind=kind,
+        numbers=given,
+        num_bytes=_bytes_of_sums(name) if codec is None else codec.num_bytes,
+        encode_bytes_per_s=rates.encode,
+        decode_bytes_per_s=rates.decode,
+        to_owners=codec is not None,
+        has_memory=codec is not None and codec.has_memory,
+    )
+
+
+def _codec(kind: str, given: Mapping[str, float]) -> AbstractCodec | None:
+    """Make a codec; None of a dtype, in which sums travel."""
+    from lightning_cyclic.runtime.codecs.choice import codec_of  # noqa: PLC0415  (slow: torch)
+
+    if not given:
+        return codec_of(kind)
+    try:
+        return cast("AbstractCodec", getattr(lightning_cyclic, kind)(**given))
+    except ConfigurationError as error:
+        raise PlanError(str(error)) from error
+
+
+def _bytes_of_sums(dtype: str) -> Callable[[int], float]:
+    from lightning_cyclic.runtime.gradient_store import WIRE_DTYPES  # noqa: PLC0415  (slow: torch)
+
+    size = WIRE_DTYPES[dtype].itemsize
+    return lambda num_elements: num_elements * size
+
+
+def _number(name: str, number: str) -> dict[str, float]:
+    wanted = _CLASSES[name]
+    try:
+        return {wanted.number: wanted.kind(number)}
+    except ValueError as error:
+        example = "4" if wanted.kind is int else "0.01"
+        raise PlanError(
+            f"{name}:{number} has no {wanted.number}; allowed: "
+            f"{'whole numbers from 1 on' if wanted.kind is int else 'above 0, and up to 1'}; "
+            f"write it like {name}:{example}"
+        ) from error
+
+
+def check_codec(coding: Coding, preset: str, replicas: int) -> None:
+    """Refuse presets that the strategy refuses with such a codec.
+
+    Raises:
+        PlanError: in the words of the strategy.
+    """
+    if preset not in PRESETS:  # which has an error of its own
+        return
+    compress: Any = _codec(coding.kind, coding.numbers) or coding.kind
+    try:
+        if PLACEMENTS[PRESETS[preset].placement].runs_whole_micro:
+            lightning_cyclic.CyclicStrategy(preset, compress=compress)
+        else:
+            lightning_cyclic.PipelineStrategy(preset, replicas=replicas, compress=compress)
+    except ConfigurationError as error:
+        raise PlanError(str(error)) from error
