@@ -7,13 +7,16 @@ Bytes are what the codec itself says, so torch is imported where one is named, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import lightning_cyclic
+from lightning_cyclic.cli.arguments import explained
 from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS
-from lightning_cyclic.simulate import Coding
+from lightning_cyclic.simulate import Coding, parse_bandwidth
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.codecs.base import AbstractCodec
@@ -46,7 +49,13 @@ _RATES: Final[Mapping[str, _Rates]] = {
     "dct": _Rates(2e8, 1e10),
     "powersgd": _Rates(2e8, 1e10),
 }
-SPELLED: Final = "bf16, fp16, fp32, int8, topk:DENSITY, dct:DENSITY, powersgd:RANK"
+_OFFERED: Final = (
+    ("bf16", "sums are rounded to 8 bits wherever they are sent"),
+    ("int8", "what is below 1/254 of the largest of 256 neighbours becomes 0"),
+    ("dct:0.01", "most of a gradient arrives many steps late"),
+    ("powersgd:4", "what 4 ranks of a matrix lack arrives late"),
+)
+_SPELLED: Final = "bf16, fp16, fp32, int8, topk:DENSITY, dct:DENSITY, powersgd:RANK"
 
 
 def parse_codec(text: str) -> Coding:
@@ -62,7 +71,7 @@ def parse_codec(text: str) -> Coding:
     name, colon, number = text.partition(":")
     if name not in _RATES or bool(colon) != (name in _CLASSES):
         raise PlanError(
-            f"{text!r} is no codec; allowed: {SPELLED}; write it like int8, topk:0.01 or "
+            f"{text!r} is no codec; allowed: {_SPELLED}; write it like int8, topk:0.01 or "
             "powersgd:4"
         )
     return _made(name, number)
@@ -116,12 +125,47 @@ def _number(name: str, number: str) -> dict[str, float]:
         ) from error
 
 
-def check_codec(coding: Coding, preset: str, replicas: int) -> None:
-    """Refuse presets that the strategy refuses with such a codec.
+def add_codec(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compress", type=explained(parse_codec), metavar="CODEC", help="what is sent of "
+        f"gradients: {_SPELLED} (default: all of them)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--encode-bandwidth", type=explained(parse_bandwidth), metavar="3GB/s", help="in "
+        "which a worker encodes gradients, and decodes them, beside its compute (default: about "
+        "what one thread of a CPU does with such a codec)",
+    )  # fmt: skip
+
+
+def coding_of(
+    arguments: argparse.Namespace, presets: Iterable[str], *, of_pipelines: int
+) -> Coding | None:
+    """Return what gradients are sent as, and refuse presets of which the strategy does.
+
+    Args:
+        arguments: those of :func:`add_codec`, and more.
+        of_pipelines: how many replicas they have.
 
     Raises:
         PlanError: in the words of the strategy.
     """
+    coding: Coding | None = arguments.compress
+    rate: float | None = arguments.encode_bandwidth
+    if coding is None:
+        if rate is not None:
+            raise PlanError(
+                "--encode-bandwidth is of gradients that a codec makes smaller; allowed: with "
+                "--compress; add --compress int8, or leave it out"
+            )
+        return None
+    for preset in presets:
+        _check(coding, preset, of_pipelines)
+    if rate is None:
+        return coding
+    return replace(coding, encode_bytes_per_s=rate, decode_bytes_per_s=rate)
+
+
+def _check(coding: Coding, preset: str, replicas: int) -> None:
     if preset not in PRESETS:  # which has an error of its own
         return
     compress: Any = _codec(coding.kind, coding.numbers) or coding.kind
@@ -132,3 +176,9 @@ def check_codec(coding: Coding, preset: str, replicas: int) -> None:
             lightning_cyclic.PipelineStrategy(preset, replicas=replicas, compress=compress)
     except ConfigurationError as error:
         raise PlanError(str(error)) from error
+
+
+def offered() -> Iterator[tuple[Coding, str]]:
+    """Yield codecs to look at where the network is slow, and what each risks."""
+    for text, risk in _OFFERED:
+        yield parse_codec(text), risk

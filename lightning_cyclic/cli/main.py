@@ -24,8 +24,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeAlias
 
-from lightning_cyclic.cli.codecs import SPELLED, check_codec, parse_codec
-from lightning_cyclic.cli.planning import add_plan, explained
+from lightning_cyclic.cli.arguments import explained
+from lightning_cyclic.cli.codecs import add_codec, coding_of
+from lightning_cyclic.cli.planning import add_plan
 from lightning_cyclic.cli.selftest import add_selftest, presets_of
 from lightning_cyclic.cli.user_code import load
 from lightning_cyclic.errors import PlanError
@@ -168,22 +169,10 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="size of the reference's ring all-reduces, as DDP has them; 0: stages (default: the "
         "best all-reduce, in the best number of buckets)",
     )  # fmt: skip
-    _add_codec(parser)
+    add_codec(parser)
     _add_hosts(parser)
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=_simulate)
-
-
-def _add_codec(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--compress", type=explained(parse_codec), metavar="CODEC", help="what is sent of "
-        f"gradients: {SPELLED} (default: all of them)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--encode-bandwidth", type=explained(parse_bandwidth), metavar="3GB/s", help="in "
-        "which a worker encodes gradients, and decodes them, beside its compute (default: about "
-        "what one thread of a CPU does with such a codec)",
-    )  # fmt: skip
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -325,7 +314,7 @@ def _draw_memory(arguments: argparse.Namespace, width: int | None) -> str:
 
 
 def _simulate(arguments: argparse.Namespace) -> str:
-    coding = _coding(arguments)
+    coding = coding_of(arguments, [arguments.preset], of_pipelines=arguments.replicas)
     plan, network = _plan(arguments, coding), _network(arguments)
     costs = Costs.even(
         plan.num_stages,
@@ -346,23 +335,6 @@ def _simulate(arguments: argparse.Namespace) -> str:
         return text
     left = show_bytes(sum(costs.sent_sum_bytes))
     return f"{text}\neach worker keeps {left} of what was not sent besides, which is not counted"
-
-
-def _coding(arguments: argparse.Namespace) -> Coding | None:
-    """Return what gradients are sent as, and refuse it where the strategy does."""
-    coding: Coding | None = arguments.compress
-    rate: float | None = arguments.encode_bandwidth
-    if coding is None:
-        if rate is not None:
-            raise PlanError(
-                "--encode-bandwidth is of gradients that a codec makes smaller; allowed: with "
-                "--compress; add --compress int8, or leave it out"
-            )
-        return None
-    check_codec(coding, arguments.preset, arguments.replicas)
-    if rate is None:
-        return coding
-    return replace(coding, encode_bytes_per_s=rate, decode_bytes_per_s=rate)
 
 
 def _network(arguments: argparse.Namespace) -> Network:

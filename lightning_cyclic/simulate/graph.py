@@ -7,7 +7,7 @@ Each worker has five lanes, which are busy independently of each other:
     receive   messages in; receives count as posted ahead
     tiers     what leaves memory, or comes back
     coding    gradients on their way into a message, or out of one, in program order, where that
-              takes time
+              takes time; where updates end a step, the next begins behind it
 
 An action waits for the data that it reads (plan/dataflow.py) and for nothing else, so a late
 message delays the actions that need it, and a send never delays the compute of its worker.
@@ -41,7 +41,6 @@ from lightning_cyclic.simulate.costs import Network, is_of_gradient
 _NOT_SIMULATED = frozenset({Payload.K, Payload.X, Payload.M, Payload.C})
 """What no steady step has: start signals, descriptions, metrics, copies at a flush."""
 _COMPUTE = (ActionLane.MAIN, False, False)  # the queue of what has no message
-_CODING = "coding"  # that of what is encoded, or decoded
 
 
 class Lane(enum.IntEnum):
@@ -126,15 +125,15 @@ def build(
     rooms: dict[int, int] = {}
     for worker, program in enumerate(programs):
         inside = partial((network or Network()).is_inside, worker)
-        flow = Dataflow(plan, worker)
-        rooms |= _read_program(graph, flow, worker, program, inside, codes=codes)
+        coding = _Coding(graph, codes, plan)
+        rooms |= _read_program(graph, Dataflow(plan, worker), worker, program, inside, coding)
     _pair_messages(graph, rooms)
     return graph
 
 
 def _read_program(
     graph: Graph, flow: Dataflow, worker: int, program: Iterable[Action],
-    inside: Callable[[int | None], bool], *, codes: bool,
+    inside: Callable[[int | None], bool], coding: _Coding,
 ) -> dict[int, int]:  # fmt: skip
     """Add the actions of a worker; return RECV -> GATHER, from which on there is room for it."""
     made = _Made(graph)
@@ -146,7 +145,7 @@ def _read_program(
         node, row = graph.add(worker, action), flow(action)
         for item in row.reads:
             made.wait(node, item, for_later=bool(action.lane))
-        node = _coded(graph, node, previous, codes=codes)
+        node = coding.put(node)
         if is_for_one_use(action):
             if _COMPUTE in previous and action.kind is Kind.SEND:
                 graph.wait(node, on=previous[_COMPUTE])
@@ -165,19 +164,39 @@ def _read_program(
     return rooms
 
 
-def _coded(graph: Graph, node: int, previous: dict[object, int], *, codes: bool) -> int:
-    """Let a node of gradients encode or decode them; return it, or what sends them behind it."""
-    action, worker = graph.actions[node], graph.workers[node]
-    if not codes or (action.kind is not Kind.ADD and not is_of_gradient(action)):
-        return node
-    graph.coding.add(node)
-    _wait_if_any(graph, node, previous.get(_CODING))
-    previous[_CODING] = node
-    if action.kind is Kind.ADD:
-        return node
-    sender = graph.add(worker, action)
-    graph.wait(sender, on=node)
-    return sender
+@final
+class _Coding:
+    """Put what encodes and decodes gradients on its lane.
+
+    Args:
+        takes_time: whether it does; else nothing is put there.
+        plan: of the programs, if it is known.
+    """
+
+    def __init__(self, graph: Graph, takes_time: bool, plan: Plan | None) -> None:
+        self._graph = graph
+        self._takes_time = takes_time
+        self._settles = plan is not None and plan.axes.weights.at_end_of_step
+        self._last: int | None = None
+
+    def put(self, node: int) -> int:
+        """Let a node of gradients encode or decode them; return it, or what sends them then."""
+        graph, before = self._graph, self._last
+        action = graph.actions[node]
+        is_coded = action.kind is Kind.ADD or is_of_gradient(action)
+        # sums are waited for at a step's end, before anything of the next one leaves
+        is_next = before is not None and graph.actions[before].t < action.t
+        if is_coded or (is_next and self._settles and action.kind is not Kind.RECV):
+            _wait_if_any(graph, node, before)
+        if not self._takes_time or not is_coded:
+            return node
+        self._last = node
+        graph.coding.add(node)
+        if action.kind is Kind.ADD:
+            return node
+        sender = graph.add(graph.workers[node], action)
+        graph.wait(sender, on=node)
+        return sender
 
 
 def _wait_if_any(graph: Graph, node: int, on: int | None) -> None:

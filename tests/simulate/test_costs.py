@@ -71,6 +71,20 @@ def test_gradients_are_encoded_beside_the_compute_one_after_the_other():
     assert simulate(programs_of(plan), coded).makespan_s == 9.0
 
 
+def test_new_weights_leave_behind_what_a_step_has_encoded():
+    costs = Costs.even(2, compute_s=6.0, model_bytes=8.0)
+    coded = costs.compressed(lambda n: n, encode_bytes_per_s=4.0)
+    plan = make_plan("lockstep_dp", num_stages=2, num_workers=2, num_steps=2, to_owners=True)
+    events = simulate(programs_of(plan), coded, Network(bandwidth_bytes_per_s=1.0), plan).events
+    sent = [x for x in events if x.worker == 0 and x.lane is Lane.SEND]
+    gradient, weights = (
+        next(x for x in sent if (x.action.payload, x.action.t) == asked)
+        for asked in ((Payload.H, 0), (Payload.P, 1))
+    )
+    # its update is made before, when the other's gradient has come
+    assert weights.start_s == gradient.end_s
+
+
 def test_sums_that_travel_are_rounded_where_they_are_sent():
     costs = Costs.even(1, compute_s=3.0, model_bytes=8.0).compressed(
         lambda n: 2 * n, encode_bytes_per_s=8.0
