@@ -69,6 +69,15 @@ def test_gradients_are_encoded_beside_the_compute_one_after_the_other():
         (1, "0ADD1#0~sums"): (7.5, 9.0),
     }
     assert simulate(programs_of(plan), coded).makespan_s == 9.0
+    late = simulate(programs_of(plan), coded, Network(latency_s=3.0)).events
+    times = {
+        str(x.action): (x.start_s, x.end_s)
+        for x in late
+        if x.worker == 0 and x.lane is Lane.CODING
+    }
+    # what is sent waits for what is added before it, whose message has come at 8
+    assert times["1ADD1#0~sums"] == (8.0, 8.5)
+    assert times["0SEND_H0>1#0~sums"] == (8.5, 9.5)
 
 
 def test_new_weights_leave_behind_what_a_step_has_encoded():
