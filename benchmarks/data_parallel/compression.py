@@ -18,8 +18,9 @@ import argparse
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import cycle
 from statistics import median
-from time import perf_counter
+from time import thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ from lightning_cyclic.runtime.whole_step.session import auto_stages
 from lightning_cyclic.simulate import Costs, Network, compare, lockstep
 from lightning_cyclic.simulate.lockstep import ring
 
-EVERY = 8  # steps of a period of local steps; fits measure two of them
+EVERY = 8  # steps of a period of local steps; what is measured is one
 RANK = 4
 CODECS: Mapping[str, Compress] = {
     "bf16": "bf16",
@@ -63,16 +64,19 @@ _WIDTHS = {"10mbit": 96, "100mbit": 256, "1gbit": 640}  # whose bytes take about
 CASES = [
     Case(
         name=f"{n} workers, {rate}", num_workers=n, step_s=0.2 if n == 8 else 0.1, width=width,
-        depth=8, batch=8, rate=rate, num_steps=WARM_UP + 2 * EVERY, rounds=2,
+        depth=8, batch=8, rate=rate, num_steps=WARM_UP + EVERY, rounds=2,
         strategies=CONTENDERS,
     )
     for rate, width in _WIDTHS.items()
     for n in (2, 4, 8)
 ]  # fmt: skip
 SMOKE = (
-    "--only", "2 workers, 1gb", "--rounds", "1", "--width", "32", "--loopback",
+    "--only", "2 workers, 1gb", "--rounds", "1", "--width", "32", "--num-steps", "10",
+    "--loopback",
 )  # fmt: skip
-_REPEATS = 9  # of what is timed, two of them to warm up
+_REPEATS = 9  # of what is timed
+_OTHERS = 4  # gradients that take turns, as none comes twice in training
+_LONG = 200  # steps, behind which a threshold is seldom too old
 
 
 # ---------------------------------------------------------------------- one worker
@@ -120,7 +124,9 @@ def _ddp(hook: str) -> DDPStrategy | str:
     if hook == "bf16":
         return HookedDDP(None, _passed_on(default_hooks.bf16_compress_hook))
     if hook == "powersgd":
-        return HookedDDP(PowerSGDState(None, RANK, start_powerSGD_iter=2), powerSGD_hook)
+        # in one bucket: of several, callbacks call all-reduces in no order that ranks share
+        state = PowerSGDState(None, RANK, start_powerSGD_iter=2)
+        return HookedDDP(state, powerSGD_hook, bucket_cap_mb=25)
     if hook == "local":
         local = PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
         return HookedDDP(
@@ -172,44 +178,50 @@ class Coded(NamedTuple):
     decode_s: float
 
 
-def coded(name: str, width: int) -> Coded:
-    """Measure a codec on the gradients of a layer."""
-    grads = [torch.randn(width, width), torch.randn(width)]
-    codec = codec_of(CODECS[name])
+def coded(name: str, width: int, behind: int = WARM_UP) -> Coded:
+    """Measure a codec on the gradients of a layer.
+
+    Args:
+        behind: how many others it has encoded before.
+    """
+    several = cycle([[torch.randn(width, width), torch.randn(width)] for _ in range(_OTHERS)])
+    grads, codec = next(several), codec_of(CODECS[name])
     if codec is None:
         dtype = WIRE_DTYPES[name]
         sent = [x.to(dtype) for x in grads]
         return Coded(
             sum(x.nbytes for x in sent),
-            _seconds(lambda: [x.to(dtype) for x in grads]),
+            _seconds(lambda: [x.to(dtype) for x in next(several)]),
             _seconds(lambda: [x.to(torch.float32) for x in sent]),
         )
     stage = CodedStage(Codes(codec), ["weight", "bias"], [x.to("meta") for x in grads])
     room = [torch.empty_like(x, device="cpu") for x in stage.tensors]
     return Coded(
         sum(x.nbytes for x in room),
-        _seconds(lambda: stage.write(0, list(grads), room)),
+        _seconds(lambda: stage.write(0, list(next(several)), room), behind),
         _seconds(lambda: stage.read(None, room)),
     )
 
 
-def _seconds(do: Callable[[], object]) -> float:
-    """Return the median of some runs, behind those that warm up."""
+def _seconds(do: Callable[[], object], behind: int = 2) -> float:
+    """Return the median of the seconds that this thread computes, behind some runs."""
+    for _ in range(behind):
+        do()
     found = []
     for _ in range(_REPEATS):
-        begun = perf_counter()
+        begun = thread_time()
         do()
-        found.append(perf_counter() - begun)
-    return median(found[2:])
+        found.append(thread_time() - begun)
+    return median(found)
 
 
 def tell_codecs(width: int) -> None:
-    """Print what each codec takes for a layer of such a width."""
+    """Print what each codec takes for a layer of such a width, once it has run for long."""
     torch.set_num_threads(1)
     mega = 4 * width * (width + 1) / 1e6
     print(f"\ngradients of {width} x {width}, one thread, of a MB of float32")
     for name in CODECS:
-        found = coded(name, width)
+        found = coded(name, width, behind=_LONG)
         print(
             f"  {name:10} sends {found.num_bytes / mega / 1000:6.1f} kB; encodes in "
             f"{1000 * found.encode_s / mega:6.2f} ms, decodes in "

@@ -41,13 +41,13 @@ _CLASSES: Final[Mapping[str, _Class]] = {
     "powersgd": _Class("PowerSgd", "rank", int),
 }
 _RATES: Final[Mapping[str, _Rates]] = {
-    "fp32": _Rates(2e10, 2e10),
-    "bf16": _Rates(2e10, 2e10),
-    "fp16": _Rates(2e10, 2e10),
-    "int8": _Rates(3e9, 1.5e10),
-    "topk": _Rates(8e7, 1e10),
-    "dct": _Rates(2e8, 1e10),
-    "powersgd": _Rates(2e8, 1e10),
+    "fp32": _Rates(1e10, 1e10),
+    "bf16": _Rates(1e10, 1e10),
+    "fp16": _Rates(1e10, 1e10),
+    "int8": _Rates(1e9, 3e9),
+    "topk": _Rates(1.8e8, 1e10),
+    "dct": _Rates(1.5e8, 1e10),
+    "powersgd": _Rates(3e8, 5e9),
 }
 _OFFERED: Final = (
     ("bf16", "sums are rounded to 8 bits wherever they are sent"),
