@@ -37,6 +37,7 @@ class Entry(NamedTuple):
 INDEX = {
     "replicated": Entry("data_parallel.replicated", "5 min"),
     "sharding": Entry("data_parallel.sharding", "10 min"),
+    "compression": Entry("data_parallel.compression", "2 min a case"),
     "stagger": Entry("data_parallel.stagger", "30 s"),
     "convergence": Entry("data_parallel.convergence", "50 min"),
     "first_step": Entry("data_parallel.first_step", "15 min"),

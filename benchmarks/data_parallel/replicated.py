@@ -168,13 +168,17 @@ def work(case: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------- all workers of a case
 
 
-def measure(case: Case) -> dict[str, list[Taken]]:
-    """Run a case's workers; return what fits took by strategy and round."""
+def measure(case: Case, benchmark: str = "replicated") -> dict[str, list[Taken]]:
+    """Run a case's workers; return what fits took by strategy and round.
+
+    Args:
+        benchmark: whose `work` each of them does.
+    """
     network = None
     if case.rate:
         burst = max(16_000, int(bytes_per_s(case) / 1000))  # a millisecond's
         network = Hosts(case.num_workers, case.rate, close=case.close, burst=f"{burst}b")
-    (found,) = start("replicated", [asdict(case)], case.num_workers, network)
+    (found,) = start(benchmark, [asdict(case)], case.num_workers, network)
     return {s: [Taken(*each) for each in fits] for s, fits in found.items()}
 
 
@@ -214,14 +218,19 @@ def predicted_s(case: Case, preset: str, compute_s: float) -> float:
         group_size=case.num_workers // groups[0] if groups else 1,
     )
     costs = Costs.even(num_stages, compute_s=compute_s, model_bytes=case.model_bytes)
-    network = Network(latency_s=LATENCY_S, bandwidth_bytes_per_s=bytes_per_s(case))
-    if case.close > 1:
-        hosts = tuple(w // case.close for w in range(case.num_workers))
-        inside = Network(latency_s=LATENCY_S, bandwidth_bytes_per_s=BYTES_PER_S)
-        network = replace(network, hosts=hosts, inside=inside)
     bucket_bytes = (int(sharding) if is_ddp and sharding else 25) << 20
-    found = compare(plan, costs, network, bucket_bytes=bucket_bytes)
+    found = compare(plan, costs, network_of(case), bucket_bytes=bucket_bytes)
     return found.lockstep.step_s if is_ddp else found.plan.step_s
+
+
+def network_of(case: Case) -> Network:
+    """Return the links of a case, for the simulator."""
+    network = Network(latency_s=LATENCY_S, bandwidth_bytes_per_s=bytes_per_s(case))
+    if case.close == 1:
+        return network
+    hosts = tuple(w // case.close for w in range(case.num_workers))
+    inside = Network(latency_s=LATENCY_S, bandwidth_bytes_per_s=BYTES_PER_S)
+    return replace(network, hosts=hosts, inside=inside)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

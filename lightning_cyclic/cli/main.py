@@ -24,7 +24,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeAlias
 
-from lightning_cyclic.cli.planning import add_plan, explained
+from lightning_cyclic.cli.arguments import explained
+from lightning_cyclic.cli.codecs import add_codec, coding_of
+from lightning_cyclic.cli.planning import add_plan
 from lightning_cyclic.cli.selftest import add_selftest, presets_of
 from lightning_cyclic.cli.user_code import load
 from lightning_cyclic.errors import PlanError
@@ -32,6 +34,7 @@ from lightning_cyclic.plan import PRESETS, LocalSteps, Plan, make_plan
 from lightning_cyclic.plan.presets import default_num_stages
 from lightning_cyclic.planner.candidates import INSIDE_BANDWIDTH, INSIDE_LATENCY
 from lightning_cyclic.simulate import (
+    Coding,
     Costs,
     Network,
     compare,
@@ -40,6 +43,7 @@ from lightning_cyclic.simulate import (
     parse_bandwidth,
     parse_bytes,
     parse_seconds,
+    show_bytes,
     table,
 )
 from lightning_cyclic.simulate.memory import KINDS, steps_to_count
@@ -165,6 +169,7 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="size of the reference's ring all-reduces, as DDP has them; 0: stages (default: the "
         "best all-reduce, in the best number of buckets)",
     )  # fmt: skip
+    add_codec(parser)
     _add_hosts(parser)
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=_simulate)
@@ -220,7 +225,7 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
     add("--steps", type=_count, metavar="T", default=num_steps, help=f"(default: {num_steps})")
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
+def _plan(arguments: argparse.Namespace, coding: Coding | None = None) -> Plan:
     depth = arguments.workers // arguments.replicas
     return make_plan(
         arguments.preset,
@@ -233,6 +238,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         replicas=arguments.replicas,
         offloads=arguments.offload,
         weights=_local_steps(arguments.preset, arguments.every),
+        to_owners=coding is not None and coding.to_owners,
     )
 
 
@@ -308,7 +314,8 @@ def _draw_memory(arguments: argparse.Namespace, width: int | None) -> str:
 
 
 def _simulate(arguments: argparse.Namespace) -> str:
-    plan, network = _plan(arguments), _network(arguments)
+    coding = coding_of(arguments, [arguments.preset], of_pipelines=arguments.replicas)
+    plan, network = _plan(arguments, coding), _network(arguments)
     costs = Costs.even(
         plan.num_stages,
         compute_s=arguments.step_s,
@@ -318,12 +325,16 @@ def _simulate(arguments: argparse.Namespace) -> str:
         activation_bytes=arguments.activation_bytes,
     ).put_away(arguments.disk_bandwidth)
     comparison = compare(
-        plan, costs, network,
+        plan, costs if coding is None else coding.of(costs), network,
         bucket_bytes=arguments.bucket_bytes, state_per_param=arguments.state,
     )  # fmt: skip
     if arguments.json:
         return json.dumps(comparison.as_dict(), indent=2)
-    return table(comparison, colour=_has_colours())
+    text = table(comparison, colour=_has_colours())
+    if coding is None or not coding.has_memory:
+        return text
+    left = show_bytes(sum(costs.sent_sum_bytes))
+    return f"{text}\neach worker keeps {left} of what was not sent besides, which is not counted"
 
 
 def _network(arguments: argparse.Namespace) -> Network:

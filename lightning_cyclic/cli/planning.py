@@ -18,6 +18,8 @@ from typing import Any
 
 import yaml
 
+from lightning_cyclic.cli.arguments import explained
+from lightning_cyclic.cli.codecs import add_codec, coding_of, offered
 from lightning_cyclic.cli.user_code import load
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.planner.candidates import (
@@ -29,6 +31,7 @@ from lightning_cyclic.planner.candidates import (
     PRECISIONS,
     Problem,
 )
+from lightning_cyclic.planner.gains import told
 from lightning_cyclic.planner.profile import ModelProfile, from_json, to_json
 from lightning_cyclic.planner.ring import sizes_of_groups
 from lightning_cyclic.planner.search import search
@@ -40,6 +43,7 @@ _LAYOUTS = {  # of the file of a strategy -> how it is used
     "lightning": "python train.py fit --trainer.strategy {}",
     "hydra": "python train.py strategy=NAME, from the folder of your strategies",
 }
+_REPLICAS = 2  # of pipelines: the planner chooses how many, and of one nothing is sent
 _REMATS = {
     "both": (False, True), "never": (False,), "always": (True,), "offload": (False,),
 }  # fmt: skip
@@ -84,6 +88,7 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
         "SparseStatePrecision does (default: dense)")  # fmt: skip
     add("--precision", choices=tuple(PRECISIONS), default="32-true", help="in which the profile's "
         "bytes are; low ones have float32 master weights besides (default: 32-true)")  # fmt: skip
+    add_codec(parser)
     add("--slack", type=_number(int, 0), default=0, metavar="C", help="slots for messages "
         "(default: 0; where workers have the whole model, what is predicted to be fastest, "
         "too)")  # fmt: skip
@@ -108,6 +113,8 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
 
 
 def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
+    presets = tuple(dict.fromkeys(arguments.preset))
+    coding = coding_of(arguments, presets, of_pipelines=_REPLICAS)
     profiles = _profiles(arguments)
     network = Network(latency_s=arguments.latency, bandwidth_bytes_per_s=arguments.bandwidth)
     host_network = _on_hosts(network, arguments.workers, arguments.workers_per_host)
@@ -119,7 +126,7 @@ def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
         host_network=host_network,
         group_sizes=tuple(sizes_of_groups(arguments.workers, host_network.hosts)),
         batch_size=arguments.batch,
-        presets=tuple(dict.fromkeys(arguments.preset)) or DEFAULT_PRESETS,
+        presets=presets or DEFAULT_PRESETS,
         remats=_REMATS[arguments.activation_checkpointing],
         disk_bytes_per_s=arguments.disk_bandwidth
         if arguments.activation_checkpointing == "offload"
@@ -128,14 +135,17 @@ def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
         slack=arguments.slack,
         sparsity=arguments.sparsity,
         precision=arguments.precision,
+        coding=coding,
     )
     ranking = search(problem, most=arguments.rows)
     if arguments.save:
-        config = as_config(ranking.plans[0], arguments.layout)
+        config = as_config(ranking.plans[0], problem, arguments.layout)
         write(Path(arguments.save), yaml.safe_dump(config, sort_keys=False).encode())
     if arguments.json:
         return json.dumps(as_data(ranking), indent=2)
     parts = [table(ranking, colour=has_colours())]
+    if less := told(ranking, offered):
+        parts.append(less)
     if arguments.save:
         use = _LAYOUTS[arguments.layout].format(arguments.save)
         parts.append(f"wrote {arguments.save}: {use}")
@@ -191,18 +201,6 @@ def _text(path: Path) -> str:
             f"{path} cannot be read ({error}); allowed: a profile as --save-profile writes it; "
             "check the path"
         ) from error
-
-
-def explained(parse: Callable[[str], float]) -> Callable[[str], float]:
-    """Let argparse print the message of a PlanError, which it hides as any ValueError's."""
-
-    def parse_or_explain(text: str) -> float:
-        try:
-            return parse(text)
-        except PlanError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parse_or_explain
 
 
 def _number(kind: type[int] | type[float], least: int) -> Callable[[str], float]:

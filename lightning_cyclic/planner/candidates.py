@@ -22,7 +22,8 @@ from lightning_cyclic.plan.schedules import AbstractSchedule
 from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.planner.ring import RingNumbers, best_around_ring
 from lightning_cyclic.planner.stages import Stages
-from lightning_cyclic.simulate.costs import Network
+from lightning_cyclic.simulate.coding import Coding
+from lightning_cyclic.simulate.costs import Costs, Network
 
 PRECISIONS: Final = {"32-true": 4, "bf16-true": 2, "16-true": 2}  # bytes of each weight
 _FLOAT32_BYTES = 4
@@ -173,6 +174,7 @@ class Problem:
     precision: str = "32-true"
     host_network: Network | None = None
     group_sizes: tuple[int, ...] = (1,)
+    coding: Coding | None = None
 
     def __post_init__(self) -> None:
         for preset in self.presets:
@@ -201,11 +203,41 @@ class Problem:
                 "units, each of another size; give one profile per size"
             )
 
+        if self.sparsity is not None and self.to_owners:
+            raise PlanError(
+                f"compress={self.coding} with sparsity={self.sparsity}, whose messages have kept "
+                "elements alone; allowed: one of them, or a dtype, in which sums travel; use "
+                'compress="bf16", or leave sparsity out'
+            )
         assert self.states  # which looks at sparsity and precision
 
     @cached_property
     def states(self) -> StatesPerParam:
         return StatesPerParam.of(self.precision, self.sparsity, self.state_per_param)
+
+    @property
+    def to_owners(self) -> bool:
+        """Say whether gradients go straight to owners, where workers run whole micro-batches."""
+        return self.coding is not None and self.coding.to_owners
+
+    @property
+    def left_bytes(self) -> float:
+        """Return what each worker keeps of gradients that it has not sent, in float32."""
+        if self.coding is None or not self.coding.has_memory:
+            return 0.0
+        tied = sum(tie.bytes * (len(tie.units) - 1) for tie in self.profiles[0].ties)
+        params = sum(unit.param_bytes for unit in self.profiles[0].units) - tied
+        return params * self.states.sums
+
+    @property
+    def room_bytes(self) -> float:
+        """Return what a worker has for all that a plan counts."""
+        return self.memory_bytes - self.left_bytes
+
+    def costs(self, stages: Stages, *, remat: bool = False) -> Costs:
+        """Return what stages cost, with what is sent of their gradients."""
+        costs = stages.costs(remat=remat, kept=self.states.kept, sums=self.states.sums)
+        return costs if self.coding is None else self.coding.of(costs)
 
     @property
     def ring_network(self) -> Network:
@@ -298,6 +330,7 @@ class Candidate:
             replicas=self.replicas,
             tied=tied,
             offloads=self.offload,
+            to_owners=problem.to_owners and self.runs_whole_micro,
             proved=False,
         )
 
@@ -318,6 +351,8 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
         placement = PLACEMENTS[PRESETS[preset].placement]
         if placement.runs_whole_micro:
             yield from _replicated(problem, preset)
+        elif problem.to_owners:
+            continue
         elif PRESETS[preset].placement == "shared":
             yield from _pipelines(problem, preset, 1, Shared.fewest_stages(problem.num_workers))
         else:
@@ -354,17 +389,16 @@ def _around_ring(problem: Problem, preset: str, micro_size: int) -> RingNumbers 
     has_ring = axes.placement == "replicated" and not SHARDINGS[axes.sharding].gathers
     if problem.num_workers == 1 or not has_ring or not (is_delayed or axes.weights == "freshest"):
         return None
-    profile, states = problem.profile(micro_size), problem.states
+    profile = problem.profile(micro_size)
     return best_around_ring(
         preset,
-        lambda num_stages: Stages.even(profile, num_stages, together=True).costs(
-            kept=states.kept, sums=states.sums
-        ),
+        lambda num_stages: problem.costs(Stages.even(profile, num_stages, together=True)),
         problem.ring_network,
         problem.num_workers,
         problem.num_units,
         slack=problem.slack or None,
         group_sizes=problem.group_sizes,
+        to_owners=problem.to_owners,
     )
 
 

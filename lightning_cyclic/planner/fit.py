@@ -59,7 +59,7 @@ class Fitter:
             PlanError: its axes, numbers and shared parameters do not fit together.
         """
         profile = self._problem.profile(candidate.micro_size)
-        limit = self._problem.memory_bytes
+        limit = self._problem.room_bytes
         plan = self._plan(candidate)
         if not _has_one_stage_per_worker(plan):
             if candidate.runs_whole_micro and _least(profile, plan) > limit:

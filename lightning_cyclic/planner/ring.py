@@ -36,6 +36,7 @@ def ring_bound_s(
     slack: int = 0,
     sharding: str = "optimizer",
     group_size: int = 1,
+    to_owners: bool = False,
 ) -> float:
     """Return the seconds that a step takes at least, whatever the data-parallel plan.
 
@@ -55,6 +56,7 @@ def ring_bound_s(
         slack: slots that a new version needs to travel; with ``2 S - 1`` all versions are delayed.
         sharding: "optimizer" or "none".
         group_size: workers that run in the same slots; it divides N.
+        to_owners: whether gradients go straight to owners, one by one, in place of sums.
 
     Example:
         >>> costs = Costs.even(8, compute_s=1.0, model_bytes=1.0)
@@ -68,30 +70,46 @@ def ring_bound_s(
     if num_workers == 1:
         return compute_s
     if group_size == 1:
-        port_s = quickest(network).transfer_s(_most_bytes(costs, num_workers, slack, sharding))
+        most = _most_bytes(costs, num_workers, slack, sharding, to_owners=to_owners)
+        port_s = quickest(network).transfer_s(most)
+    elif to_owners:
+        port_s = 0.0  # nothing is claimed
     else:
         port_s = _port_of_groups_s(costs, network, num_workers, group_size)
-    ring = _Ring(network, num_workers, group_size)
+    ring = _Ring(network, num_workers, group_size, to_owners=to_owners)
     return max(compute_s, port_s, *_ways_s(costs, ring, slack))
 
 
-def _most_bytes(costs: Costs, num_workers: int, slack: int, sharding: str) -> float:
+def _most_bytes(
+    costs: Costs, num_workers: int, slack: int, sharding: str, *, to_owners: bool
+) -> float:
     """Return the bytes of the port that has most to send, or to receive, in a step."""
     num_stages, last = len(costs.forward_s), num_workers - 1
-    sums, params = sum(costs.sent_sum_bytes), sum(costs.sent_param_bytes)
-    sent = [sums + params] * last + [params]  # but for what nobody is behind them to need
-    received = [params] + [sums + params] * last
+    params = sum(costs.sent_param_bytes)
+    sent, received = [params] * num_workers, [params] * num_workers
     for j in range(num_stages):
         num_fresh = fresh_readers(j, num_stages, num_workers, slack)
         first = (num_workers - num_fresh) % num_workers
         owner = first if sharding == "optimizer" else last
         end = first - 1 if first else last - (owner == last)  # of the new version's way
-        sent[end] -= costs.sent_param_bytes[j]
+        sent[end] -= costs.sent_param_bytes[j]  # but for what nobody is behind them to need
         received[owner] -= costs.sent_param_bytes[j]
-        if owner != last:  # to whom the total goes
-            sent[last] += costs.sent_sum_bytes[j]
-            received[owner] += costs.sent_sum_bytes[j]
+        for w, to in _ways_of_gradients(last, owner, to_owners=to_owners):
+            sent[w] += costs.sent_sum_bytes[j]
+            received[to] += costs.sent_sum_bytes[j]
     return max(*sent, *received)
+
+
+def _ways_of_gradients(last: int, owner: int, *, to_owners: bool) -> Iterator[tuple[int, int]]:
+    """Yield who sends a stage's gradients, or their sum so far, to whom."""
+    for w in range(last + 1):
+        if to_owners:
+            if w != owner:
+                yield w, owner
+        elif w < last:
+            yield w, w + 1
+        elif owner != last:  # to whom the total goes
+            yield last, owner
 
 
 def _port_of_groups_s(costs: Costs, network: Network, num_workers: int, size: int) -> float:
@@ -125,7 +143,10 @@ def _port_of_groups_s(costs: Costs, network: Network, num_workers: int, size: in
 class _Ring:
     """Know how long a message takes at least to go from group to group."""
 
-    def __init__(self, network: Network, num_workers: int, group_size: int) -> None:
+    def __init__(
+        self, network: Network, num_workers: int, group_size: int, *, to_owners: bool
+    ) -> None:
+        self.to_owners = to_owners
         self.num_groups = num_workers // group_size
         self.is_grouped = group_size > 1
         self._far, self._near = network, quickest(network)
@@ -139,6 +160,12 @@ class _Ring:
         return (hops - far) * self._hop_s(self._near, num_bytes) + far * self._hop_s(
             self._far, num_bytes
         )
+
+    def of_sums_s(self, num_bytes: float, hops: int) -> float:
+        """Return the same of a sum; a gradient goes to its owner at once."""
+        if self.to_owners:  # of a group its way to the lead is as far at least
+            hops = int(not self.is_grouped)
+        return self.way_s(num_bytes, hops)
 
     def in_group_s(self, sum_bytes: float, param_bytes: float) -> float:
         """Return the seconds from a worker to its lead, and back."""
@@ -161,10 +188,13 @@ def _ways_s(costs: Costs, ring: _Ring, slack: int) -> Iterator[float]:
         num_fresh = fresh_readers(j, num_stages, num_groups, slack)
         if num_fresh > 0:
             is_owner = num_fresh == 1
-            way_s = 0.0 if is_owner else ring.way_s(sums, 1) + ring.way_s(params, num_fresh - 1)
+            way_s = (
+                0.0 if is_owner else ring.of_sums_s(sums, 1) + ring.way_s(params, num_fresh - 1)
+            )
             yield to_itself_s + way_s
         if num_fresh < num_groups:  # who is behind these, around the ring, reads the one before
-            way_s = ring.way_s(sums, max(num_fresh, 1)) + ring.way_s(params, num_groups - 1)
+            sums_s = ring.of_sums_s(sums, max(num_fresh, 1))
+            way_s = sums_s + ring.way_s(params, num_groups - 1)
             yield (to_itself_s + way_s) / 2
 
 
@@ -198,12 +228,14 @@ class RingNumbers(NamedTuple):
     Args:
         preset: "cyclic_dp", or "cyclic_dp_v1".
         slack: slots that a new version is given to travel; 0 where all are delayed.
+        to_owners: whether gradients go straight to owners.
     """
 
     preset: str
     num_stages: int
     slack: int = 0
     group_size: int = 1
+    to_owners: bool = False
 
     @property
     def is_delayed(self) -> bool:
@@ -219,6 +251,7 @@ class RingNumbers(NamedTuple):
             num_steps=num_steps,
             slack=self.slack,
             group_size=self.group_size,
+            to_owners=self.to_owners,
             proved=False,
         )
 
@@ -253,6 +286,7 @@ def best_around_ring(
     *,
     slack: int | None = None,
     group_sizes: Sequence[int] = (1,),
+    to_owners: bool = False,
 ) -> RingNumbers | None:
     """Return the simplest of the plans that are predicted to be within 1 % of the fastest.
 
@@ -261,6 +295,7 @@ def best_around_ring(
         cut: what stages cost, by how many there are.
         slack: the only one to look at. [0, and powers of two]
         group_sizes: numbers of workers that may run in the same slots.
+        to_owners: whether gradients go straight to owners.
 
     Returns:
         The numbers; None where all take too long to simulate.
@@ -275,7 +310,8 @@ def best_around_ring(
     costs = {n: cut(n) for n in _stages(num_workers, most_stages)}
     bounds = {
         numbers: _bound_s(numbers, costs[numbers.num_stages], network, num_workers)
-        for numbers in _numbers(preset, costs, slack, group_sizes)
+        for each in _numbers(preset, costs, slack, group_sizes)
+        for numbers in (each._replace(to_owners=to_owners),)
         if num_workers * numbers.num_stages * _STEPS <= _MOST_CELLS
     }
     found: dict[RingNumbers, float] = {}
@@ -310,6 +346,7 @@ def _bound_s(numbers: RingNumbers, costs: Costs, network: Network, num_workers: 
         slack=2 * numbers.num_stages if numbers.is_delayed else numbers.slack,
         sharding=PRESETS[numbers.preset].sharding,
         group_size=numbers.group_size,
+        to_owners=numbers.to_owners,
     )
 
 

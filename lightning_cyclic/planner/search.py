@@ -75,9 +75,7 @@ def timed(fit: Fit, problem: Problem, *, at_any_cost: bool = False) -> RankedPla
     Args:
         at_any_cost: simulate it, however long that takes. [False]
     """
-    costs = fit.stages.costs(
-        remat=fit.candidate.remat, kept=problem.states.kept, sums=problem.states.sums
-    )
+    costs = problem.costs(fit.stages, remat=fit.candidate.remat)
     if fit.candidate.offload and problem.disk_bytes_per_s is not None:
         costs = costs.put_away(problem.disk_bytes_per_s)
     plan, runs_whole = fit.plan, fit.candidate.runs_whole_micro
@@ -319,7 +317,7 @@ class _Search:
         near = min(self._least(), key=lambda fit: fit.memory_bytes, default=None)
         if near is None:
             return self._refusal() or self._no_candidate()
-        c, least = near.candidate, ceil(near.memory_bytes)
+        c, least = near.candidate, ceil(near.memory_bytes + problem.left_bytes)
         return PlanError(
             f"no plan fits into memory_bytes={problem.memory_bytes:.0f} "
             f"({show_bytes(problem.memory_bytes)}) per worker; allowed: "
@@ -381,12 +379,14 @@ class _Search:
     def _exchange_s(self) -> float:
         """Return for how long some port is busy where all workers hold all stages.
 
-        Each parameter's gradient travels N-1 times until it is whole, and its new value as often.
+        Each parameter's gradient travels N-1 times until it is whole, and its new value as often;
+        of what a codec makes of the former nothing is claimed.
         """
         problem = self._problem
         tied = sum(tie.bytes * (len(tie.units) - 1) for tie in problem.profiles[0].ties)
         size = sum(unit.param_bytes for unit in problem.profiles[0].units) - tied
-        share = 2 * (problem.num_workers - 1) / problem.num_workers
+        both = 2 if problem.coding is None else 1
+        share = both * (problem.num_workers - 1) / problem.num_workers
         return quickest(problem.ring_network).transfer_s(share * size * problem.states.kept)
 
     def _fit(self, candidate: Candidate, time_s: float) -> None:

@@ -13,6 +13,7 @@ from lightning_cyclic.planner.candidates import Problem
 from lightning_cyclic.planner.ring import ALIKE
 from lightning_cyclic.planner.search import RankedPlan, Ranking
 from lightning_cyclic.planner.stages import Stages
+from lightning_cyclic.simulate.coding import Coding
 from lightning_cyclic.simulate.compare import memory_of_lockstep
 from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep
 from lightning_cyclic.simulate.memory import Memory
@@ -142,10 +143,12 @@ def _notes(ranking: Ranking) -> Iterator[str]:
             "states take more than dense ones"
         )
     yield ""
-    yield f"1: {written(ranking.plans[0])}"
+    yield f"1: {written(ranking.plans[0], ranking.problem)}"
     fullest = max(ranking.plans[0].fit.memory, key=lambda worker: worker.total)
     most = max(program_of(ranking.plans[0].fit.plan).communicators.values(), default=0)
     text = f"its fullest worker keeps {_parts(fullest)}"
+    if left := ranking.problem.left_bytes:
+        text += f"; and {show_bytes(left)} of what gradients left, which memory above lacks"
     text += f"; on GPUs a worker is in {most} NCCL communicators at most" if most else ""
     yield from wrap(text, _WIDTH - 1, initial_indent="   ", subsequent_indent="   ")
 
@@ -190,10 +193,19 @@ def arguments_of(plan: RankedPlan) -> dict[str, Any]:
     return found
 
 
-def written(plan: RankedPlan) -> str:
+def codec_of(plan: RankedPlan, problem: Problem) -> Coding | None:
+    """Return what a plan sends of gradients; None where it sends all, or none at all."""
+    candidate = plan.fit.candidate
+    sends = candidate.runs_whole_micro or candidate.replicas > 1
+    return problem.coding if sends or plan.fit.plan.axes.placement.takes_turns else None
+
+
+def written(plan: RankedPlan, problem: Problem) -> str:
     """Write a plan as the strategy that runs it."""
     preset, *others = arguments_of(plan).items()
     arguments = [json.dumps(preset[1]), *(f"{name}={json.dumps(x)}" for name, x in others)]
+    if (coding := codec_of(plan, problem)) is not None:
+        arguments.append(f"compress={coding}")
     return f"{_door(plan)}({', '.join(arguments)})"
 
 
@@ -201,16 +213,25 @@ def _door(plan: RankedPlan) -> str:
     return "CyclicStrategy" if plan.fit.candidate.runs_whole_micro else "PipelineStrategy"
 
 
-def as_config(plan: RankedPlan, layout: str) -> dict[str, Any]:
+def as_config(plan: RankedPlan, problem: Problem, layout: str) -> dict[str, Any]:
     """Return a plan as the configuration of a strategy.
 
     Args:
         layout: "lightning", as LightningCLI reads it, or "hydra", as Hydra instantiates it.
     """
-    arguments, door = arguments_of(plan), f"lightning_cyclic.{_door(plan)}"
+    arguments = arguments_of(plan)
+    if (coding := codec_of(plan, problem)) is not None:
+        made = _made(coding.kind, dict(coding.numbers), layout)
+        arguments["compress"] = made if coding.numbers else coding.kind
+    return _made(_door(plan), arguments, layout)
+
+
+def _made(name: str, arguments: dict[str, Any], layout: str) -> dict[str, Any]:
+    """Return an object of this package as a configuration has it."""
+    path = f"lightning_cyclic.{name}"
     if layout == "hydra":
-        return {"_target_": door, **arguments}
-    return {"class_path": door, "init_args": arguments}
+        return {"_target_": path, **arguments}
+    return {"class_path": path, "init_args": arguments}
 
 
 def as_data(ranking: Ranking) -> list[dict[str, Any]]:
@@ -226,7 +247,7 @@ def as_data(ranking: Ranking) -> list[dict[str, Any]]:
             "staleness": {"mean": plan.staleness[0], "most": plan.staleness[1]},
             "horizon": plan.horizon,
             "memory": [asdict(worker) for worker in plan.fit.memory],
-            "strategy": written(plan),
+            "strategy": written(plan, ranking.problem),
         }
         for plan in (*ranking.plans, *ranking.bounds)
     ]

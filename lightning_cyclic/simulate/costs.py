@@ -17,13 +17,19 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload
 
 BACKWARD_PER_FORWARD = 2.0  # a backward makes two products where its forward makes one
 _FLOAT32_BYTES = 4
+_OF_GRADIENTS = frozenset({Payload.S, Payload.T, Payload.H})
 FIRST_HALF = 0.5  # of a backward that is split: one of those products is for the input
 
 
 _NONE_BY_DEFAULT = (
-    "update_s", "moved_s", "put_away_s", "cut_bytes", "buffer_bytes", "tied_bytes",
-    "activation_bytes",
+    "update_s", "moved_s", "put_away_s", "encode_s", "decode_s", "cut_bytes", "buffer_bytes",
+    "tied_bytes", "activation_bytes",
 )  # fmt: skip
+
+
+def is_of_gradient(action: Action) -> bool:
+    """Say whether an action sends a gradient, or a sum of them."""
+    return action.kind is Kind.SEND and action.payload in _OF_GRADIENTS
 
 
 @final
@@ -102,6 +108,9 @@ class Costs:
             default.
         put_away_s: seconds in which what the forward of one micro-batch leaves is copied, one
             way, where it leaves memory; none by default.
+        encode_s: seconds in which a gradient, or a sum, is made what is sent of it; none by
+            default.
+        decode_s: seconds in which that is made a gradient again; none by default.
         cut_bytes: bytes of the activations that enter the stage, for one micro-batch; of stage
             0, of the batch, which is not sent.
         buffer_bytes: bytes of the buffers that are relayed (BatchNorm statistics).
@@ -122,6 +131,8 @@ class Costs:
     update_s: tuple[float, ...] = ()
     moved_s: tuple[float, ...] = ()
     put_away_s: tuple[float, ...] = ()
+    encode_s: tuple[float, ...] = ()
+    decode_s: tuple[float, ...] = ()
     cut_bytes: tuple[float, ...] = ()
     buffer_bytes: tuple[float, ...] = ()
     tied_bytes: tuple[float, ...] = ()
@@ -188,35 +199,68 @@ class Costs:
         self,
         num_bytes: Callable[[int], float] | None = None,
         *,
+        weights: Callable[[int], float] | None = None,
         activations: Callable[[int], tuple[float, float]] | None = None,
+        encode_bytes_per_s: float = inf,
+        decode_bytes_per_s: float = inf,
     ) -> Self:
-        """Return the same of a plan that sends less of gradients, or of activations.
-
-        Plans whose gradients a codec makes smaller have ``to_owners=True``. Seconds in which
-        anything is encoded are not among them.
+        """Return the same of a plan that sends less of gradients, weights or activations.
 
         Args:
             num_bytes: of gradients: elements of float32 -> bytes that are sent of them; each
                 codec has one. [all]
+            weights: the same of new weights. [all]
             activations: elements of float32 at a cut -> bytes that are sent of them forward, and
                 of their gradients backward. [all]
+            encode_bytes_per_s: of gradients of float32, on each worker, beside its compute. [in
+                no time]
+            decode_bytes_per_s: of those that are decoded. [in no time]
 
         Example:
-            >>> Costs.even(2, model_bytes=800.0).compressed(lambda n: n / 2).sent_sum_bytes
-            (50.0, 50.0)
+            >>> costs = Costs.even(2, model_bytes=800.0)
+            >>> small = costs.compressed(lambda n: n / 2, encode_bytes_per_s=200.0)
+            >>> small.sent_sum_bytes, small.encode_s
+            ((50.0, 50.0), (2.0, 2.0))
+            >>> costs.compressed(weights=lambda n: n).sent_param_bytes
+            (100, 100)
             >>> costs = Costs.even(2, cut_bytes=400.0)
             >>> costs.compressed(activations=lambda n: (n / 2, n / 4)).sent_cut_gradient_bytes
             (25.0, 25.0)
         """
         made = self
         if num_bytes is not None:
-            sums = tuple(map(num_bytes, map(_elements, self.sent_param_bytes)))
-            made = replace(made, sent_sum_bytes=sums)
+            wide = self.sent_sum_bytes  # sums are float32, unless parameters are wider
+            made = replace(
+                made,
+                sent_sum_bytes=tuple(map(num_bytes, map(_elements, wide))),
+                encode_s=tuple(size / encode_bytes_per_s for size in wide),
+                decode_s=tuple(size / decode_bytes_per_s for size in wide),
+            )
+        if weights is not None:
+            sent = tuple(map(weights, map(_elements, self.sent_param_bytes)))
+            made = replace(made, sent_param_bytes=sent)
         if activations is not None:
             each = [activations(_elements(size)) for size in self.cut_bytes]
             forward, backward = (tuple(x[k] for x in each) for k in range(2))
             made = replace(made, sent_cut_bytes=forward, sent_cut_gradient_bytes=backward)
         return made
+
+    @property
+    def codes(self) -> bool:
+        """Say whether it takes time to encode gradients, or to decode them."""
+        return any(self.encode_s) or any(self.decode_s)
+
+    def coding_s(self, action: Action, *, is_own: bool) -> float:
+        """Return the seconds of encoding and decoding that an action brings with it.
+
+        Args:
+            action: what sends a gradient or a sum, or adds one.
+            is_own: of an addition, whether the gradient is the worker's own, which is encoded
+                for it, too.
+        """
+        if action.kind is Kind.ADD:
+            return self.decode_s[action.j] + self.encode_s[action.j] * is_own
+        return self.encode_s[action.j]
 
     def put_away(self, bytes_per_s: float) -> Self:
         """Return the same with what forwards leave on a disk until their backwards.
@@ -249,7 +293,7 @@ class Costs:
             return 0.0
         if action.payload in (Payload.W, Payload.V):
             return self.tied_bytes[action.j]
-        if action.payload in (Payload.S, Payload.T, Payload.H):
+        if action.payload in _OF_GRADIENTS:
             return self.sent_sum_bytes[action.j]
         by_stage = self.buffer_bytes if action.payload is Payload.R else self.sent_param_bytes
         return by_stage[action.j]

@@ -40,7 +40,8 @@ class Result:
         step_s: seconds per training step in steady state, of the slowest worker.
         busy_s: seconds of compute of each worker, over the whole run.
         bubble: share of a steady step for which each worker's compute lane is idle.
-        events: every action with its times, worker by worker in program order.
+        events: every action with its times, worker by worker in program order; what is encoded
+            before it is sent is there twice, at first on the lane that encodes.
     """
 
     makespan_s: float
@@ -128,16 +129,23 @@ def simulate(
     """
     network = network or Network()
     network.check(len(programs))
-    graph = build(programs, plan, network)
-    seconds = [
-        costs.compute_s(action)
-        if action.peer is None
-        else network.between(worker, action.peer).transfer_s(costs.message_bytes(action))
-        for worker, action in zip(graph.workers, graph.actions, strict=True)
-    ]
+    graph = build(programs, plan, network, codes=costs.codes)
+    nodes = range(len(graph.actions))
+    seconds = [_seconds(graph, node, costs, network, len(programs)) for node in nodes]
     clock = _Clock(graph, len(programs), seconds, network)
     clock.run()
     return summarise(clock.events(), len(programs))
+
+
+def _seconds(graph: Graph, node: int, costs: Costs, network: Network, num_workers: int) -> float:
+    """Return for how long a node keeps its lane busy."""
+    action, worker = graph.actions[node], graph.workers[node]
+    if node in graph.coding:
+        is_own = action.i is not None and action.i % num_workers == worker
+        return costs.coding_s(action, is_own=is_own)
+    if action.peer is None:
+        return costs.compute_s(action)
+    return network.between(worker, action.peer).transfer_s(costs.message_bytes(action))
 
 
 @final
@@ -150,8 +158,7 @@ class _Clock:
         self.graph = graph
         self.network = network
         self.lanes = [
-            (2 * worker + network.is_inside(worker, graph.actions[node].peer)) * len(Lane)
-            + graph.lane(node)
+            (2 * worker + self._is_inside(node)) * len(Lane) + graph.lane(node)
             for node, worker in enumerate(graph.workers)
         ]
         self.seconds = seconds
@@ -167,6 +174,12 @@ class _Clock:
         # that the lane becomes free.
         self.queue = [(0.0, node) for node, count in enumerate(self.blockers) if not count]
         heapq.heapify(self.queue)
+
+    def _is_inside(self, node: int) -> bool:
+        """Say whether a node keeps a port to neighbours busy."""
+        graph = self.graph
+        has_port = node not in graph.coding
+        return has_port and self.network.is_inside(graph.workers[node], graph.actions[node].peer)
 
     def run(self) -> None:
         while self.queue:

@@ -1,11 +1,13 @@
 """Programs as a graph: what each action waits for, and on which lane of its worker it runs.
 
-Each worker has four lanes, which are busy independently of each other:
+Each worker has five lanes, which are busy independently of each other:
 
     compute   F, B, UPDATE, one after the other in program order
     send      messages out
     receive   messages in; receives count as posted ahead
     tiers     what leaves memory, or comes back
+    coding    gradients on their way into a message, or out of one, in program order, where that
+              takes time; where updates end a step, the next begins behind it
 
 An action waits for the data that it reads (plan/dataflow.py) and for nothing else, so a late
 message delays the actions that need it, and a send never delays the compute of its worker.
@@ -34,7 +36,7 @@ from lightning_cyclic.plan.actions import Lane as ActionLane
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
 from lightning_cyclic.plan.passes.messages import is_for_one_use
 from lightning_cyclic.plan.plan import Plan
-from lightning_cyclic.simulate.costs import Network
+from lightning_cyclic.simulate.costs import Network, is_of_gradient
 
 _NOT_SIMULATED = frozenset({Payload.K, Payload.X, Payload.M, Payload.C})
 """What no steady step has: start signals, descriptions, metrics, copies at a flush."""
@@ -48,6 +50,7 @@ class Lane(enum.IntEnum):
     SEND = 1
     RECEIVE = 2
     TIERS = 3
+    CODING = 4
 
 
 @final
@@ -60,6 +63,7 @@ class Graph:
         feeds: of a SEND, its RECV, which waits for the message's first byte; else -1.
         told: nodes that wait for the end of each node, and for one latency more.
         blockers: number of nodes that each node waits for.
+        coding: nodes that encode what an action sends, or that an action adds once it is decoded.
     """
 
     actions: list[Action] = field(default_factory=list)
@@ -68,6 +72,7 @@ class Graph:
     feeds: list[int] = field(default_factory=list)
     told: list[list[int]] = field(default_factory=list)
     blockers: list[int] = field(default_factory=list)
+    coding: set[int] = field(default_factory=set)
 
     def add(self, worker: int, action: Action) -> int:
         self.actions.append(action)
@@ -90,6 +95,8 @@ class Graph:
 
     def lane(self, node: int) -> Lane:
         kind = self.actions[node].kind
+        if node in self.coding:
+            return Lane.CODING
         if kind in (Kind.SEND, Kind.ADD):  # an ADD takes no time, and holds nothing up
             return Lane.SEND
         if kind in (Kind.FETCH, Kind.EVICT):
@@ -99,13 +106,14 @@ class Graph:
 
 def build(
     programs: Sequence[Iterable[Action]], plan: Plan | None = None,
-    network: Network | None = None,
+    network: Network | None = None, *, codes: bool = False,
 ) -> Graph:  # fmt: skip
     """Connect the actions of all workers by the data and the order that they wait for.
 
     Args:
         plan: of the programs, where stages share parameters. [they share none]
         network: the links, where hosts have several workers. [each has its own]
+        codes: whether it takes time to encode and decode gradients. [False]
 
     Returns:
         The graph; its nodes are numbered worker by worker, in program order.
@@ -117,14 +125,15 @@ def build(
     rooms: dict[int, int] = {}
     for worker, program in enumerate(programs):
         inside = partial((network or Network()).is_inside, worker)
-        rooms |= _read_program(graph, Dataflow(plan, worker), worker, program, inside)
+        coding = _Coding(graph, codes, plan)
+        rooms |= _read_program(graph, Dataflow(plan, worker), worker, program, inside, coding)
     _pair_messages(graph, rooms)
     return graph
 
 
 def _read_program(
     graph: Graph, flow: Dataflow, worker: int, program: Iterable[Action],
-    inside: Callable[[int | None], bool],
+    inside: Callable[[int | None], bool], coding: _Coding,
 ) -> dict[int, int]:  # fmt: skip
     """Add the actions of a worker; return RECV -> GATHER, from which on there is room for it."""
     made = _Made(graph)
@@ -136,6 +145,7 @@ def _read_program(
         node, row = graph.add(worker, action), flow(action)
         for item in row.reads:
             made.wait(node, item, for_later=bool(action.lane))
+        node = coding.put(node)
         if is_for_one_use(action):
             if _COMPUTE in previous and action.kind is Kind.SEND:
                 graph.wait(node, on=previous[_COMPUTE])
@@ -152,6 +162,41 @@ def _read_program(
         for item in row.makes:
             made.add(node, item)
     return rooms
+
+
+@final
+class _Coding:
+    """Put what encodes and decodes gradients on its lane.
+
+    Args:
+        takes_time: whether it does; else nothing is put there.
+        plan: of the programs, if it is known.
+    """
+
+    def __init__(self, graph: Graph, takes_time: bool, plan: Plan | None) -> None:
+        self._graph = graph
+        self._takes_time = takes_time
+        self._settles = plan is not None and plan.axes.weights.at_end_of_step
+        self._last: int | None = None
+
+    def put(self, node: int) -> int:
+        """Let a node of gradients encode or decode them; return it, or what sends them then."""
+        graph, before = self._graph, self._last
+        action = graph.actions[node]
+        is_coded = action.kind is Kind.ADD or is_of_gradient(action)
+        # sums are waited for at a step's end, before anything of the next one leaves
+        is_next = before is not None and graph.actions[before].t < action.t
+        if is_coded or (is_next and self._settles and action.kind is not Kind.RECV):
+            _wait_if_any(graph, node, before)
+        if not self._takes_time or not is_coded:
+            return node
+        self._last = node
+        graph.coding.add(node)
+        if action.kind is Kind.ADD:
+            return node
+        sender = graph.add(graph.workers[node], action)
+        graph.wait(sender, on=node)
+        return sender
 
 
 def _wait_if_any(graph: Graph, node: int, on: int | None) -> None:
@@ -188,7 +233,7 @@ def _pair_messages(graph: Graph, rooms: Mapping[int, int]) -> None:
     """Connect each SEND to its RECV; equal messages pair up in program order."""
     sent: defaultdict[tuple[object, ...], deque[int]] = defaultdict(deque)
     for node, action in enumerate(graph.actions):
-        if action.kind is Kind.SEND:
+        if action.kind is Kind.SEND and node not in graph.coding:
             sent[_envelope(action, graph.workers[node], action.peer)].append(node)
     for node, action in enumerate(graph.actions):
         if action.kind is not Kind.RECV:

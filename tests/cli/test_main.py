@@ -154,6 +154,38 @@ def test_simulate_prints_json_of_the_given_cluster(capsys):
     assert (sum(costs["param_bytes"]), costs["cut_bytes"]) == (3e8, [5e3] * 16)
 
 
+@pytest.mark.parametrize(
+    ("codec", "of_a_stage"),
+    [("bf16", 5e6), ("int8", 9766 * 260), ("topk:0.01", 2e5), ("powersgd:4", 85_856)],
+)
+def test_simulate_counts_what_a_codec_sends(capsys, codec, of_a_stage):
+    given = "simulate", "cyclic_dp", "--workers", "8", "--bandwidth", "100Mbit/s", "--json"
+    size = "--model-bytes", "80MB"
+    plain = json.loads(run(capsys, *given, *size)[1])
+    coded = json.loads(run(capsys, *given, *size, "--compress", codec)[1])
+    assert coded["costs"]["sent_sum_bytes"] == [of_a_stage] * 8
+    assert coded["costs"]["param_bytes"] == plain["costs"]["param_bytes"] == [1e7] * 8
+    assert coded["plan"]["step_s"] < 0.9 * plain["plan"]["step_s"]
+    assert coded["lockstep"] == plain["lockstep"]
+
+
+def test_simulate_knows_how_fast_gradients_are_encoded(capsys):
+    given = "simulate", "lockstep_dp", "--workers", "2", "--compress", "dct:0.01", "--json"
+    slow = json.loads(run(capsys, *given, "--encode-bandwidth", "10MB/s")[1])
+    assert slow["costs"]["encode_s"] == slow["costs"]["decode_s"] == [5.0, 5.0]
+    usual = json.loads(run(capsys, *given)[1])
+    assert 0 < max(usual["costs"]["encode_s"]) < 5
+    assert slow["plan"]["step_s"] > 10
+
+
+def test_simulate_says_what_a_codec_is_taken_for(capsys):
+    out = run(capsys, "simulate", "cyclic_dp", "--workers", "2", "--compress", "dct:0.01")[1]
+    assert "assumed codec: 1 MB per stage of a gradient, " in out
+    assert "each worker keeps 100 MB of what was not sent besides, which is not counted" in out
+    out = run(capsys, "simulate", "cyclic_dp", "--workers", "2", "--compress", "int8")[1]
+    assert "each worker keeps" not in out
+
+
 def test_simulate_knows_hosts_of_several_workers(capsys):
     given = ["cyclic_dp", "--workers", "4", "--workers-per-host", "2", "--inside-latency-s", "1us"]
     status, out, _ = run(capsys, "simulate", *given)
@@ -203,6 +235,22 @@ def test_simulate_knows_hosts_of_several_workers(capsys):
             "draw pipedream_2bw --workers 4 --num-microbatches 2",
             ["num_microbatches=2", "use num_microbatches=3"],
         ),
+        (
+            "simulate cyclic_dp --workers 2 --compress topk",
+            ["'topk' is no codec", "topk:DENSITY", "write it like int8, topk:0.01"],
+        ),
+        ("simulate cyclic_dp --workers 2 --compress int8:4", ["'int8:4' is no codec"]),
+        ("simulate cyclic_dp --workers 2 --compress dct:x", ["no density", "dct:0.01"]),
+        ("simulate cyclic_dp --workers 2 --compress powersgd:0.5", ["no rank", "powersgd:4"]),
+        ("simulate cyclic_dp --workers 2 --compress topk:2", ["density=2.0", "use density"]),
+        (
+            "simulate cyclic_dp --workers 2 --encode-bandwidth 1GB/s",
+            ["--encode-bandwidth", "add --compress int8"],
+        ),
+        ("simulate diloco --workers 2 --compress int8", ["which no codec takes yet"]),
+        ("simulate 1f1b --workers 2 --compress topk:0.1", ["of their own stages"]),
+        ("simulate 1f1b --workers 2 --compress bf16", ["use replicas=2"]),
+        ("simulate cyclic --workers 2 --compress bf16", ["preset 'cyclic' is unknown"]),
         ("simulate gpipe --workers 2 --bandwidth 1GB", ["'1GB'", "Gbit/s", "write it like"]),
         ("simulate gpipe --workers 2 --bandwidth 0", ["bandwidth > 0"]),
         ("simulate gpipe --workers 2 --distribution cyclic", ["use --workers-per-host 2"]),

@@ -69,6 +69,25 @@ def test_profiles_of_several_sizes(capsys, file, tmp_path):
     assert {plan["micro_size"] for plan in json.loads(out)} == {4, 8}
 
 
+def test_a_plan_under_a_codec_and_what_codecs_would_gain(capsys, file):
+    given = "plan", file, "--workers", "2", "--memory", "1GB", "--bandwidth", "10Mbit/s"
+    out = run(capsys, *given, "--preset", "cyclic_dp")[1]
+    assert "plan 1 waits for the network" in out
+    assert 'CyclicStrategy("cyclic_dp", compress=Dct(density=0.01))' in out
+    assert "compress" not in out.partition("plan 1 waits")[0]
+    coded = run(capsys, *given, "--compress", "topk:0.01", "--json")[1]
+    plans = json.loads(coded)
+    assert {p["preset"] for p in plans} <= {
+        "cyclic_dp",
+        "cyclic_dp_v1",
+        "cyclic_zero",
+        "lockstep_dp",
+    }
+    assert plans[0]["strategy"].endswith(", compress=TopK(density=0.01))")
+    slow = run(capsys, *given, "--compress", "topk:0.01", "--json", "--encode-bandwidth", "1MB/s")
+    assert json.loads(slow[1])[0]["step_s"] > plans[0]["step_s"] + 1
+
+
 @pytest.mark.parametrize(("is_terminal", "coloured"), [(True, True), (False, False)])
 def test_colours_are_for_terminals(capsys, monkeypatch, file, is_terminal, coloured):
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -104,6 +123,14 @@ def test_colours_are_for_terminals(capsys, monkeypatch, file, is_terminal, colou
         ("bad.json --workers 2 --memory 1GB", ["unit 0 of profile 'net' has no backward_s"]),
         ("negative.json --workers 2 --memory 1GB", ["forward_s=-1 of unit 0 ('h.0')"]),
         ("net.json --workers 2 --memory 1GB --batch 7", ["batch_size=7"]),
+        (
+            "net.json --workers 2 --memory 1GB --preset 1f1b --compress int8",
+            ["compress=Int8() with preset '1f1b'", "of their own stages"],
+        ),
+        (
+            "net.json --workers 2 --memory 1GB --sparsity 0.5 --compress int8",
+            ['compress="int8" with sparsity=0.5', "leave sparsity out"],
+        ),
         (
             "net.json --workers 2 --memory 1GB --sparsity 1",
             ["sparsity=1.0; allowed: from 0 to bel"],

@@ -55,6 +55,7 @@ WAYS = [f"{by} {preset}" for by in ("loop", "trainer") for preset in ("1f1b", "g
 FLOWS = ["1f1b", "cyclic_pipeline", "pipedream_2bw", "cyclic_mp", "pipedream", "pipeoptim"]
 SHARDED = ["ddp", "fsdp2", "fsdp2/ahead", "lockstep_dp", "cyclic_dp", "cyclic_zero"]
 REPLICATED = ["ddp", "cyclic_dp", "cyclic_dp_v1/optimizer"]
+CODED = ["ddp", "ddp+bf16", "ddp+local", "cyclic_dp+dct", "lockstep_dp+int8", "diloco"]
 SPARSE = ["bf16-mixed", "bf16-true", "compressed"]
 
 
@@ -83,6 +84,9 @@ SPARSE = ["bf16-mixed", "bf16-true", "compressed"]
         pytest.param("activations", ["never", "always", "offload"], marks=ONE_MORE),
         pytest.param("sparse_states --workers 2 --rate 1gbit", SPARSE, marks=ON_LINKS),
         pytest.param("replicated --case net --only '2 workers, 1gb'", REPLICATED, marks=ON_LINKS),
+        pytest.param(
+            f"compression --strategies alone {' '.join(CODED)}", CODED, marks=ONE_MORE
+        ),
         pytest.param("sharding --case late --only '2 workers'", SHARDED, marks=ON_LINKS),
     ],
 )  # fmt: skip
@@ -120,11 +124,14 @@ def rank(name, payload):
         ("replicated --strategies alone ddp cyclic_dp", ["ddp", "cyclic_dp"]),
         ("sharding", SHARDED),
         ("stagger", ["one step takes"]),
+        (f"compression --strategies alone {' '.join(CODED)}", CODED),
     ],
 )
 def test_replicated_workers_print_a_row_for_each_strategy(command, rows, monkeypatch, capsys):
     name = command.partition(" ")[0]
-    monkeypatch.setattr(f"benchmarks.{INDEX[name].module}.start", in_ranks)
+    # compression starts its workers as replicated does
+    for module in (INDEX[name].module, INDEX["replicated"].module):
+        monkeypatch.setattr(f"benchmarks.{module}.start", in_ranks, raising=False)
     assert_rows_of_figures(here(command, capsys), rows)
 
 

@@ -74,8 +74,9 @@ def test_colours():
     ],
 )
 def test_the_strategy_to_write(changes, text):
-    found = [written(plan) for plan in ranking(**changes).plans]
-    assert text in found
+    found = ranking(**changes)
+    lines = [written(plan, found.problem) for plan in found.plans]
+    assert text in lines
 
 
 def test_predictions_and_bounds_are_marked(monkeypatch):
@@ -98,7 +99,7 @@ def test_numbers_around_a_ring_are_written_and_in_the_json():
     )  # fmt: skip
     candidate = found.plans[0].fit.candidate
     assert candidate.ring.group_size == 2
-    assert "group_size=2)" in written(found.plans[0])
+    assert "group_size=2)" in written(found.plans[0], found.problem)
     (first, *_) = json.loads(json.dumps(as_data(found)))
     assert first["ring"] == candidate.ring._asdict()
 

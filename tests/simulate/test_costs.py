@@ -2,8 +2,8 @@ import pytest
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan, programs_of
-from lightning_cyclic.plan.actions import parse
-from lightning_cyclic.simulate import Costs, Network, simulate
+from lightning_cyclic.plan.actions import Kind, Payload, parse
+from lightning_cyclic.simulate import Costs, Lane, Network, simulate
 
 COSTS = Costs(
     forward_s=(1.0, 2.0),
@@ -50,6 +50,65 @@ def test_a_codec_is_counted_where_gradients_are_and_nowhere_else():
     usual = simulate(programs_of(sums), costs, network)
     coded = simulate(programs_of(gradients), small, network)
     assert coded.step_s < 0.5 * usual.step_s
+
+
+def test_gradients_are_encoded_beside_the_compute_one_after_the_other():
+    costs = Costs.even(2, compute_s=6.0, model_bytes=8.0)
+    plan = make_plan("lockstep_dp", num_stages=2, num_workers=2, num_steps=1, to_owners=True)
+    assert simulate(programs_of(plan), costs).makespan_s == 6.0
+    coded = costs.compressed(lambda n: n, encode_bytes_per_s=4.0, decode_bytes_per_s=8.0)
+    assert (coded.encode_s, coded.decode_s) == ((1.0, 1.0), (0.5, 0.5))
+    events = [x for x in simulate(programs_of(plan), coded).events if x.lane is Lane.CODING]
+    found = {(x.worker, str(x.action)): (x.start_s, x.end_s) for x in events}
+    assert found == {
+        (0, "1ADD0#0~sums"): (4.0, 5.5),  # its own: encoded and decoded
+        (0, "1ADD1#0~sums"): (5.5, 6.0),
+        (0, "0SEND_H0>1#0~sums"): (6.0, 7.0),
+        (1, "1SEND_H1>0#0~sums"): (4.0, 5.0),
+        (1, "0ADD0#0~sums"): (7.0, 7.5),
+        (1, "0ADD1#0~sums"): (7.5, 9.0),
+    }
+    assert simulate(programs_of(plan), coded).makespan_s == 9.0
+    late = simulate(programs_of(plan), coded, Network(latency_s=3.0)).events
+    times = {
+        str(x.action): (x.start_s, x.end_s)
+        for x in late
+        if x.worker == 0 and x.lane is Lane.CODING
+    }
+    # what is sent waits for what is added before it, whose message has come at 8
+    assert times["1ADD1#0~sums"] == (8.0, 8.5)
+    assert times["0SEND_H0>1#0~sums"] == (8.5, 9.5)
+
+
+def test_new_weights_leave_behind_what_a_step_has_encoded():
+    costs = Costs.even(2, compute_s=6.0, model_bytes=8.0)
+    coded = costs.compressed(lambda n: n, encode_bytes_per_s=4.0)
+    plan = make_plan("lockstep_dp", num_stages=2, num_workers=2, num_steps=2, to_owners=True)
+    events = simulate(programs_of(plan), coded, Network(bandwidth_bytes_per_s=1.0), plan).events
+    sent = [x for x in events if x.worker == 0 and x.lane is Lane.SEND]
+    gradient, weights = (
+        next(x for x in sent if (x.action.payload, x.action.t) == asked)
+        for asked in ((Payload.H, 0), (Payload.P, 1))
+    )
+    # its update is made before, when the other's gradient has come
+    assert weights.start_s == gradient.end_s
+
+
+def test_sums_that_travel_are_rounded_where_they_are_sent():
+    costs = Costs.even(1, compute_s=3.0, model_bytes=8.0).compressed(
+        lambda n: 2 * n, encode_bytes_per_s=8.0
+    )
+    plan = make_plan("cyclic_dp", num_stages=1, num_workers=2, num_steps=1)
+    sent = [x for x in simulate(programs_of(plan), costs).events if x.action.kind is Kind.SEND]
+    lanes = [x.lane for x in sent if x.action.payload is Payload.S]
+    assert lanes == [Lane.CODING, Lane.SEND]
+    assert costs.sent_sum_bytes == (4.0,)
+
+
+def test_elements_are_those_of_sums_in_float32():
+    half = {"forward_s": (1.0,), "backward_s": (1.0,), "param_bytes": (2000.0,)}
+    costs = Costs(**half, sent_sum_bytes=(4000.0,))  # of parameters in bfloat16
+    assert costs.compressed(lambda n: n).sent_sum_bytes == (1000.0,)
 
 
 def test_even_stages_sum_up_to_the_model():

@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.codecs.base import AbstractCodec, State, unless_broken, wide
 
+_USUAL_SIDE = 1024  # of a matrix of which only the number of elements is known
 _SEED = 0  # of the first Q: the same on every worker, and in every run
 
 
@@ -66,10 +67,14 @@ class PowerSgd(AbstractCodec):
         return self.rank * (rows + columns) < rows * columns
 
     def num_bytes(self, num_elements: int) -> int:
-        """Return the bytes that are sent of a matrix of float32 that is as square as can be."""
-        side = math.isqrt(num_elements)
-        factors = self.rank * (side + -(-num_elements // max(side, 1)))
-        return 4 * min(factors, num_elements)
+        """Return the bytes that are sent of matrices of float32 of which nobody knows the sides.
+
+        They count as 1024 x 1024 each, and what is left as one that is as square as can be.
+        """
+        num_matrices, rest = divmod(num_elements, _USUAL_SIDE**2)
+        side = math.isqrt(rest)
+        factors = min(self.rank * (side + -(-rest // max(side, 1))), rest)
+        return 4 * (num_matrices * min(2 * self.rank * _USUAL_SIDE, _USUAL_SIDE**2) + factors)
 
     def sent(self, like: Tensor) -> Sequence[Tensor]:
         dtype = wide(like.dtype)

@@ -157,6 +157,7 @@ def test_bytes_of_square_matrices() -> None:
     sent = sum(x.numel() * 4 for x in PowerSgd(3).sent(torch.empty(100, 100, device="meta")))
     assert PowerSgd(3).num_bytes(10_000) == sent
     assert PowerSgd(1000).num_bytes(10_000) == 40_000
+    assert PowerSgd(3).num_bytes(2 * 1024**2 + 10_000) == 2 * 4 * 3 * 2048 + sent
 
 
 @pytest.mark.parametrize("rank", [0, -1, 1.5, True, None, "full"])
