@@ -1,5 +1,7 @@
 """Local steps, written down without the package: DiLoCo, and with its stages in turn.
 
+A codec is the one that the package has.
+
 Source: algorithm 1 of https://arxiv.org/abs/2311.08105; fragments in turn: section 2.1 of
 https://arxiv.org/abs/2501.18512.
 """
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_cyclic import AbstractCodec
 from tests.modules.classifier import Classifier, MicroBatches
 
 
@@ -26,6 +29,7 @@ class LocalReference:
         lr: of the outer weights; so is momentum.
         clip: norm to which each worker clips its gradients. [they are not]
         accumulate: batches of a step.
+        codec: by which each worker's differences are encoded, with a memory for each tensor.
         frozen: what parameters begin with that are not trained from a step on, up to another.
     """
 
@@ -37,6 +41,7 @@ class LocalReference:
     momentum: float = 0.9
     clip: float | None = None
     accumulate: int = 1
+    codec: AbstractCodec | None = None
     frozen: tuple[str, int, int] = ("", 0, 0)
 
     def run(self, module: Classifier, stage_of: dict[str, int]) -> LocalReference:
@@ -50,6 +55,7 @@ class LocalReference:
         by_all = torch.optim.SGD(
             outer.values(), lr=self.lr, momentum=self.momentum, nesterov=nesterov
         )
+        self._states: dict[tuple[int, str], dict[str, Tensor]] = {}
         self.losses: list[list[float]] = [[] for _ in range(self.n)]
         self.outer: list[dict[str, Tensor]] = []  # behind each step
         for t in range(self.num_steps):
@@ -63,9 +69,10 @@ class LocalReference:
             met = [n for n, j in stage_of.items() if j in stages]
             for name in (n for n in met if not self._is_frozen(n, t)):
                 own = [dict(worker.named_parameters())[name].detach() for worker in workers]
-                total = outer[name].detach() - own[0]
-                for x in own[1:]:
-                    total = total + (outer[name].detach() - x)
+                changes = [outer[name].detach() - x for x in own]
+                total, *others = (self._sent(i, name, x) for i, x in enumerate(changes))
+                for x in others:
+                    total = total + x
                 outer[name].grad = total / self.n
             by_all.step()
             by_all.zero_grad()
@@ -75,6 +82,13 @@ class LocalReference:
             self.outer.append({n: p.detach().clone() for n, p in outer.items()})
         self.buffers = [{n: x.clone() for n, x in w.named_buffers()} for w in workers]
         return self
+
+    def _sent(self, i: int, name: str, change: Tensor) -> Tensor:
+        """Return a difference as it comes to the owner."""
+        if self.codec is None or not self.codec.takes(change):
+            return change
+        sent = self.codec.encode(change, self._states.setdefault((i, name), {}))
+        return self.codec.decode(sent, torch.empty_like(change, device="meta"))
 
     def _is_frozen(self, name: str, t: int) -> bool:
         prefix, first, end = self.frozen

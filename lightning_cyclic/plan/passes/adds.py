@@ -9,8 +9,8 @@ gradients) gradients travel to them: an owner is ready for each while the backwa
 which it comes, and adds it behind that; neither before the own step begins, as a flush leaves
 nothing pending, nor behind the update.
 
-Of local steps differences of weights are added, which need the whole backward: behind all else
-that a worker does alone.
+Of local steps differences of weights are added, or sent to who adds them, which need the whole
+backward: behind all else that a worker does alone.
 """
 
 from __future__ import annotations
@@ -46,8 +46,21 @@ def _of_differences(plan: Plan, program: Program, w: int) -> Iterator[Action]:
             added = a.t
             for j in reversed(range(plan.num_stages)):
                 if plan.exchanges(a.t, j):
-                    yield Action(kind=Kind.ADD, t=a.t, j=j, i=w, s=a.s)
+                    yield from _of_difference(plan, a, j, w)
         yield a
+
+
+def _of_difference(plan: Plan, at: Action, j: int, w: int) -> Iterator[Action]:
+    """Add that of a worker to the sum that travels; or send it to the owner, who adds all."""
+    if not plan.owners_add:
+        yield Action(kind=Kind.ADD, t=at.t, j=j, i=w, s=at.s)
+    elif w != plan.owner(j):
+        yield message(Kind.SEND, Payload.H, at, plan.owner(j), i=w, j=j)
+    else:
+        for i in range(plan.num_workers):
+            if i != w:
+                yield message(Kind.RECV, Payload.H, at, i, i=i, j=j)
+            yield Action(kind=Kind.ADD, t=at.t, j=j, i=i, s=at.s)
 
 
 def _behind_backwards(plan: Plan, program: Program, w: int) -> Iterator[Action]:

@@ -27,7 +27,7 @@ from itertools import groupby
 from typing import Any, final
 
 from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Payload, Program
-from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
+from lightning_cyclic.plan.dataflow import Dataflow, Datum, Flow, Item
 from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.roles import version_readers
@@ -60,12 +60,10 @@ class _Ways:
         self.flows = [Dataflow(plan, w) for w in range(len(programs))]
         self.makers: dict[Item, tuple[int, int]] = {}  # who, and where in its program
         self.readers: dict[Item, int] = {}
-        self.placed: set[tuple[int, Item]] = set()  # worker, and what it is ready for already
+        self.placed = set(_placed(self.flows, programs))
         for w, program in enumerate(programs):
             for n, a in enumerate(program):
-                if a.kind is Kind.RECV:
-                    self.placed |= {(w, item) for item in self.flows[w](a).makes}
-                elif a.kind in _MAKERS:
+                if a.kind in _MAKERS:
                     self.makers |= dict.fromkeys(self.flows[w](a).makes, (w, n))
         for w, program in enumerate(programs):
             for a in program:
@@ -84,8 +82,19 @@ class _Ways:
     def sent(self, a: Action, n: int, w: int) -> Iterator[tuple[Item, int]]:
         """Yield what an action at a place is the last to make, and who reads it elsewhere."""
         for item in self.flows[w](a).makes:
-            if self.makers.get(item) == (w, n) and self.readers.get(item, w) != w:
+            is_due = self.makers.get(item) == (w, n) and (w, item) not in self.placed
+            if is_due and self.readers.get(item, w) != w:
                 yield item, self.readers[item]
+
+
+def _placed(
+    flows: Sequence[Dataflow], programs: Sequence[Program]
+) -> Iterator[tuple[int, Item]]:
+    """Yield worker, and what it receives or sends where another pass has said so."""
+    for w, program in enumerate(programs):
+        for a in program:
+            row = flows[w](a) if a.kind in (Kind.SEND, Kind.RECV) else Flow()
+            yield from ((w, item) for item in (*row.reads, *row.makes))
 
 
 def _routed(plan: Plan, ways: _Ways, program: Program, w: int) -> Iterator[Action]:

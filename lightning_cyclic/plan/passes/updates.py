@@ -193,6 +193,11 @@ def is_of_update(a: Action) -> bool:
     return a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload is Payload.N)
 
 
+def is_of_difference(a: Action) -> bool:
+    """Say whether an action, where steps are local, takes how a worker has changed its weights."""
+    return a.kind is Kind.ADD or (a.kind is Kind.SEND and a.payload is Payload.H)
+
+
 def up_to_call(actions: Sequence[Action], t: int, *, apart: bool) -> Sequence[Action]:
     """Return the first of some actions, up to the last update of one call of the optimizer.
 

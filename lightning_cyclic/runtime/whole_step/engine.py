@@ -22,7 +22,12 @@ from torch import Tensor, nn
 from lightning_cyclic.plan import Plan, program_of
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
-from lightning_cyclic.plan.passes.updates import is_of_update, needs_older, up_to_call
+from lightning_cyclic.plan.passes.updates import (
+    is_of_difference,
+    is_of_update,
+    needs_older,
+    up_to_call,
+)
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.failure_words import Waiter
@@ -346,11 +351,10 @@ class Engine:
 
     def _run_on(self) -> None:
         """Do what follows and needs nothing of the step, nor of its hyper-parameters."""
-        end, waits = self._at, {Kind.F, Kind.B}
-        if self._local is not None:
-            waits.add(Kind.ADD)  # of differences, which an update makes
+        end, waits = self._at, (Kind.F, Kind.B)
+        is_local = self._local is not None
         for a in self._actions[end:]:
-            if a.kind in waits or is_of_update(a):
+            if a.kind in waits or is_of_update(a) or (is_local and is_of_difference(a)):
                 break
             end += 1
         self._run_before(end)
