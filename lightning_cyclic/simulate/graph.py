@@ -90,7 +90,7 @@ class Graph:
 
     def lane(self, node: int) -> Lane:
         kind = self.actions[node].kind
-        if kind in (Kind.SEND, Kind.ADD):  # an ADD takes no time, and holds nothing up
+        if kind in (Kind.SEND, Kind.ADD, Kind.OUTER):  # an ADD takes no time, holds nothing up
             return Lane.SEND
         if kind in (Kind.FETCH, Kind.EVICT):
             return Lane.TIERS

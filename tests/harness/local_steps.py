@@ -27,6 +27,13 @@ RULES: dict[str, tuple[LocalSteps, dict[int, list[int]]]] = {
     "in turn": (LocalSteps(every=4, in_turn=True), {1: [0], 2: [1], 3: [2]}),
     "far in turn": (LocalSteps(every=7, in_turn=True), {2: [0], 4: [1], 6: [2]}),
     "two at once": (LocalSteps(every=2, in_turn=True), {0: [0], 1: [1, 2]}),
+    "late": (LocalSteps(every=3, delay=2), {2: [0, 1, 2]}),
+    "late in turn": (LocalSteps(every=4, in_turn=True, delay=1), {1: [0], 2: [1], 3: [2]}),
+    "later in turn": (
+        LocalSteps(every=3, in_turn=True, delay=2, mixing=0.25),
+        {0: [0], 1: [1], 2: [2]},
+    ),
+    "late, all outer": (LocalSteps(every=3, delay=1, mixing=0.0), {2: [0, 1, 2]}),
 }
 
 
@@ -54,10 +61,10 @@ def looked_at(trainer: Any, module: Classifier) -> dict[str, Any]:
 def fit(rule: Any, n: int, **flags: Any) -> list[Result]:
     strategy = {"preset": "diloco", "weights": rule, "stages": STAGES} | flags.pop("more", {})
     callbacks = [Looks(), *flags.pop("callbacks", ())]
+    data = flags.pop("data", partial(micro_batches, "vectors", NUM_STEPS))
     return trained(
-        flags.pop("make", MAKE), strategy, n, look=looked_at,
-        data=partial(micro_batches, "vectors", NUM_STEPS), callbacks=callbacks,
-        expects=[*LOST, *flags.pop("expects", ())], **flags,
+        flags.pop("make", MAKE), strategy, n, look=flags.pop("look", looked_at), data=data,
+        callbacks=callbacks, expects=[*LOST, *flags.pop("expects", ())], **flags,
     )  # fmt: skip
 
 
@@ -65,7 +72,8 @@ def expected(
     name: str, n: int, stage_of: dict[str, int], make: Any = MAKE, **numbers: Any
 ) -> LocalReference:
     rule, moments = RULES[name]
-    given = {"lr": rule.outer_lr, "momentum": rule.outer_momentum} | numbers
+    given = {"lr": rule.outer_lr, "momentum": rule.outer_momentum, "delay": rule.delay}
+    given |= {"mixing": rule.mixing} | numbers
     reference = LocalReference(
         n=n, num_steps=NUM_STEPS, every=rule.every, moments=moments, **given
     )

@@ -13,6 +13,7 @@ receive before the first action that reads it; ``receives.py`` says where that i
     P   parameters              owner -> all who hold the stage: pipelines from the owner itself,
                                 others along a chain, in the order of need, of groups from lead to
                                 lead, who give them to their group
+    U   outer weights           as P, of local steps: differences.py
     V   those of other stages   owner -> the workers that use them and do not hold the stage
 
 A version is received where its first reader, or in a chain the worker's own update, would stand;
@@ -38,7 +39,7 @@ _PAYLOADS: dict[Any, tuple[Payload, str]] = {
     Datum.TIED_GRADIENT: (Payload.W, "tij"), Datum.GRADIENT: (Payload.H, "tij"),
     Datum.SUM: (Payload.S, "tji"), Datum.BUFFERS: (Payload.R, "tij"),
 }  # fmt: skip
-_MAKERS = frozenset({*COMPUTE, Kind.ADD})
+_MAKERS = frozenset({*COMPUTE, Kind.ADD, Kind.OUTER})
 _READERS = _MAKERS | {Kind.UPDATE}
 
 
@@ -87,9 +88,7 @@ class _Ways:
                 yield item, self.readers[item]
 
 
-def _placed(
-    flows: Sequence[Dataflow], programs: Sequence[Program]
-) -> Iterator[tuple[int, Item]]:
+def _placed(flows: Sequence[Dataflow], programs: Sequence[Program]) -> Iterator[tuple[int, Item]]:
     """Yield worker, and what it receives or sends where another pass has said so."""
     for w, program in enumerate(programs):
         for a in program:
@@ -142,13 +141,11 @@ def _carrying(kind: Kind, at: Action, items: Iterable[tuple[Item, int]]) -> Iter
 
 def _updated(plan: Plan, ways: _Ways, group: list[Action], w: int) -> Iterator[Action]:
     """Yield the updates of one place with the totals before them, and the versions behind."""
-    own = [a for a in group if plan.makes_version(w, a.t, a.j)]
+    own = [a for a in group if plan.makes_versions(w, a.j)]
     if not plan.late_updates:
         yield from _totals(ways, own, w)
     yield from own
-    for a in group:
-        if not plan.exchanges(a.t, a.j):
-            continue
+    for a in () if plan.axes.weights.is_local else group:
         if not plan.axes.placement.runs_whole_micro:
             yield from _to_holders(plan, a)
         elif not plan.axes.sharding.gathers:  # else parameters come when they are used
