@@ -222,6 +222,12 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
     add("--every", type=_count, metavar="H",
         help="steps from one exchange of weights to the next, of diloco and streaming_diloco "
         f"(default: {LocalSteps().every})")  # fmt: skip
+    add(
+        "--delay",
+        type=_whole,
+        metavar="D",
+        help="steps that such an exchange may take while workers go on (default: 0: they wait)",
+    )
     add("--steps", type=_count, metavar="T", default=num_steps, help=f"(default: {num_steps})")
 
 
@@ -237,15 +243,16 @@ def _plan(arguments: argparse.Namespace, coding: Coding | None = None) -> Plan:
         group_size=arguments.group_size,
         replicas=arguments.replicas,
         offloads=arguments.offload,
-        weights=_local_steps(arguments.preset, arguments.every),
+        weights=_local_steps(arguments.preset, arguments.every, arguments.delay),
         to_owners=coding is not None and coding.to_owners,
     )
 
 
-def _local_steps(preset: str, every: int | None) -> LocalSteps | None:
-    if every is None or preset not in PRESETS:  # make_plan refuses it
+def _local_steps(preset: str, every: int | None, delay: int | None) -> LocalSteps | None:
+    if every is delay is None or preset not in PRESETS:  # make_plan refuses it
         return None
-    return replace(PRESETS[preset].local, every=every)
+    local = PRESETS[preset].local
+    return replace(local, every=every or local.every, delay=delay or 0, mixing=None)
 
 
 def _schedule(preset: str) -> str:

@@ -16,6 +16,7 @@ behind ``#``:
     2SEND_D>1#4        send the batch of step 4 to worker 1, whose first stage is 2
     0RECV_L<3#4        receive the losses of step 4 from worker 3; the own first stage is 0
     2ADD1#4            add the gradient of micro-batch 1 to the sum of those before it
+    2OUTER#4           make outer weights (of local steps) of the sum of differences of step 4
     0TELL#4            note what came out of step 4; the own first stage is 0
     2GATHER@3#4, 2FREE@3#4   fetch or drop the bytes of stage 2 (sharding "full")
     2FETCH_O#4         copy optimizer state of stage 2 into memory, for its update of step 4
@@ -53,6 +54,7 @@ class Kind(_Name):
     I = "I"  # noqa: E741  (the field's name)
     W = "W"
     ADD = "ADD"
+    OUTER = "OUTER"
     SEND = "SEND"
     RECV = "RECV"
     UPDATE = "UPDATE"
@@ -75,6 +77,7 @@ class Payload(_Name):
     T = "T"  # the total of a step, last micro-batch's worker -> owner
     H = "H"  # the gradient of a micro-batch, its worker -> the owner, who adds all of them
     P = "P"  # parameters of a version, owner -> owner+1 -> ...
+    U = "U"  # outer weights of local steps, which a step's differences have made; as P
     R = "R"  # relayed module buffers (BatchNorm statistics), micro-batch i -> i+1
     W = "W"  # gradient of tied parameters, a later stage that uses them -> the first, stage j
     V = "V"  # a version of tied parameters, owner of the first stage j -> the later stages
@@ -90,7 +93,8 @@ class Payload(_Name):
 
 class Lane(_Name):
     MAIN = ""
-    SUMS = "sums"  # gradients are added and passed on while the backward goes on
+    SUMS = "sums"  # gradients are added and passed on while the backward goes on; so are
+    # differences of local weights, and what is made of them, while the next steps do
     WEIGHTS = "weights"  # versions are passed on as soon as they have come
     TIERS = "tiers"  # what leaves memory, or comes back, is copied
 
@@ -163,8 +167,8 @@ Program = tuple[Action, ...]  # what one worker does, in its order
 
 _PATTERN = re.compile(
     r"(?P<j>\d+)"
-    r"(?:(?P<kind>F|B|I|W|ADD|UPDATE|TELL|GATHER|FREE)"
-    r"|(?P<way>SEND|RECV)_(?P<payload>[AGSTHPRWVDLNCKXM])|(?P<move>FETCH|EVICT|FREE)_(?P<moved>[AO]))"
+    r"(?:(?P<kind>F|B|I|W|ADD|OUTER|UPDATE|TELL|GATHER|FREE)"
+    r"|(?P<way>SEND|RECV)_(?P<payload>[AGSTHPURWVDLNCKXM])|(?P<move>FETCH|EVICT|FREE)_(?P<moved>[AO]))"
     r"(?P<i>\d+)?(?:@(?P<v>\d+))?(?:(?P<arrow>[<>])(?P<peer>\d+))?#(?P<t>\d+)"
     r"(?:~(?P<lane>sums|weights|tiers))?",
     re.ASCII,  # other scripts' digits would parse but not print back

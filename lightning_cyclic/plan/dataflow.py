@@ -11,8 +11,10 @@
     I, W       are a B in two parts: what I leaves, W takes, for the gradient and its sum
     ADD        reads  gradient, the sum of those before               makes the new sum
                of local steps what is added is how the gradients have changed weights
+    OUTER      reads  the sum of all                                  makes outer weights
     UPDATE     reads  the sum of all, the version before, norms       makes weights
-               of a stage that is not exchanged reads the own gradient in place of the sum
+               of local steps reads the own gradient in place of the sum, but where that is added
+               to others'; and the outer weights of an exchange, where it uses them
     TELL       reads  losses
     FREE       reads  weights, once they have come                    and frees them
     FETCH      reads  the copy of a stage's optimizer state           and frees it
@@ -64,6 +66,7 @@ class Datum(enum.Enum):
     TIED_GRADIENT = enum.auto()  # (t, i, j, w): of parameters of stage j, from worker w's stages
     GRADIENT = enum.auto()  # (t, i, j): of one micro-batch, and of its replica's before it
     SUM = enum.auto()  # (t, j, i): of gradients up to micro-batch i; (t, j, None): of all
+    OUTER = enum.auto()  # (j, t): outer weights, made of the differences of a step
     BUFFERS = enum.auto()  # (t, i, j): module buffers that a micro-batch is handed
     BATCH = enum.auto()  # (t,)
     LOSSES = enum.auto()  # (t,)
@@ -204,12 +207,19 @@ class Dataflow:
         is_whole = a.i == plan.num_microbatches - 1
         return (Datum.SUM, a.t, a.j, None if is_whole else a.i)
 
+    def _outer(self, a: Action) -> Flow:
+        total = ((Datum.SUM, a.t, a.j, None),)
+        return Flow(total, ((Datum.OUTER, a.j, a.t),), total)
+
     def _update(self, a: Action) -> Flow:
         assert a.v is not None
         reads: list[Item] = [(Datum.WEIGHTS, a.j, a.v - 1)]
         taken: tuple[Item, ...] = ((Datum.SUM, a.t, a.j, None),)
-        if (plan := self._plan) is not None and not plan.exchanges(a.t, a.j):
-            taken = ((Datum.GRADIENT, a.t, self._w, a.j),)
+        plan = self._plan
+        if plan is not None and plan.axes.weights.is_local:
+            taken = ((Datum.GRADIENT, a.t, self._w, a.j),) * (not plan.exchanges(a.t, a.j))
+            if (step := plan.used(a.t, a.j)) is not None:
+                reads.append((Datum.OUTER, a.j, step))
         if plan is not None and plan.updates_hear_norms:
             reads += [(Datum.NORMS, a.t, j) for j in range(plan.num_stages)]
         if plan is not None and plan.tiers is not None and plan.tiers.moved[a.j]:
@@ -285,6 +295,7 @@ _FIELDS = {
     Payload.R: (Datum.BUFFERS, "tij"),
     Payload.A: (Datum.INPUT, "tij"), Payload.G: (Datum.OUTPUT_GRADIENT, "tij"),
     Payload.H: (Datum.GRADIENT, "tij"), Payload.P: (Datum.WEIGHTS, "jv"),
+    Payload.U: (Datum.OUTER, "jt"),
     Payload.V: (Datum.WEIGHTS, "jv"), Payload.D: (Datum.BATCH, "t"),
     Payload.L: (Datum.LOSSES, "t"), Payload.N: (Datum.NORMS, "tj"), Payload.K: (Datum.START, "t"),
 }  # fmt: skip
@@ -297,6 +308,7 @@ _ROWS: dict[Kind, Callable[[Dataflow, Action], Flow]] = {
     Kind.I: Dataflow._input_gradient,
     Kind.W: Dataflow._weight_gradient,
     Kind.ADD: Dataflow._add,
+    Kind.OUTER: Dataflow._outer,
     Kind.UPDATE: Dataflow._update,
     Kind.TELL: lambda _, a: Flow(((Datum.LOSSES, a.t),)),
     Kind.GATHER: lambda _, a: Flow(),

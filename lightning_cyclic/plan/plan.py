@@ -338,12 +338,16 @@ class Plan:
         return self._owners[j]
 
     def exchanges(self, t: int, j: int) -> bool:
-        """Say whether workers exchange stage j in step t; else each makes a version of its own."""
+        """Say whether workers exchange stage j in step t; else its gradients stay with each."""
         return self.axes.weights.exchanges(t, j, self.num_stages)
 
-    def makes_version(self, w: int, t: int, j: int) -> bool:
-        """Say whether the version of stage j behind step t is made by worker w, and not sent."""
-        return self.owner(j) == w or not self.exchanges(t, j)
+    def used(self, t: int, j: int) -> int | None:
+        """Give the step whose exchange of stage j its update of step t uses; None for none."""
+        return self.axes.weights.used(t, j, self.num_stages)
+
+    def makes_versions(self, w: int, j: int) -> bool:
+        """Say whether versions of stage j are made by worker w, and not sent to it."""
+        return self.axes.weights.is_local or self.owner(j) == w
 
     def optimizes(self, w: int, j: int) -> bool:
         """Say whether worker w calls the optimizer for stage j, and so has its state."""

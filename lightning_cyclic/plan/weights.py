@@ -40,6 +40,10 @@ class AbstractWeights(ABC):
         """Say whether stage j is exchanged in step t: its sum over workers makes its version."""
         return True
 
+    def used(self, t: int, j: int, num_stages: int) -> int | None:
+        """Give the step whose exchange of stage j is used behind step t; None for none."""
+        return t if self.exchanges(t, j, num_stages) else None
+
     def repeats(self, num_stages: int) -> int:
         """Count the steps after which the same stages are exchanged again."""
         return 1
@@ -154,6 +158,10 @@ class LocalSteps(AbstractWeights):
         w0     own     own     own, all      own     own     own, all
         w1     own     own     own, all      own     own     own, all        every=3
 
+    Or they do not wait for them. Differences leave behind a step, and what has come of them is
+    used ``delay`` steps later, in which workers have gone on by themselves; so that these steps
+    are not lost, a part of the own weights stays: mixing * own + (1 - mixing) * outer.
+
     ``weights="local"`` stands for the numbers of the preset; in its place a plan takes this.
 
     Args:
@@ -162,12 +170,15 @@ class LocalSteps(AbstractWeights):
         outer_momentum: their Nesterov momentum, from 0 to below 1. [0.9]
         in_turn: whether stages are exchanged one after the other, evenly over the period, so that
             less travels at once; else all of them in its last step. [False]
+        delay: steps that an exchange may take while workers go on, below ``every``. [0: they wait]
+        mixing: how much of the own weights stays where outer ones are used that are late, from 0
+            to below 1. [0.5, or 0 without a delay]
 
     Raises:
         PlanError: a number that is none of these.
 
-    Source: DiLoCo, algorithm 1, https://arxiv.org/abs/2311.08105; stages in turn: Streaming
-        DiLoCo, section 2.1, https://arxiv.org/abs/2501.18512.
+    Source: DiLoCo, algorithm 1, https://arxiv.org/abs/2311.08105; stages in turn, delay (tau)
+        and mixing (alpha): Streaming DiLoCo, section 2, https://arxiv.org/abs/2501.18512.
 
     Example:
         >>> rule = LocalSteps(every=4, in_turn=True)
@@ -179,6 +190,8 @@ class LocalSteps(AbstractWeights):
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     in_turn: bool = False
+    delay: int = 0
+    mixing: float | None = None
 
     at_end_of_step: ClassVar[bool] = True
     is_local: ClassVar[bool] = True
@@ -188,12 +201,32 @@ class LocalSteps(AbstractWeights):
         _check("outer_lr", self.outer_lr, "numbers above 0", "0.7")
         _check("outer_momentum", self.outer_momentum, "numbers from 0 to below 1", "0.9")
         _check("in_turn", self.in_turn, "True or False", "True")
+        _check("delay", self.delay, "whole numbers from 0 on", "1")
+        if self.delay >= self.every:
+            raise PlanError(
+                f"delay={self.delay} of LocalSteps with every={self.every}, so that an exchange "
+                f"would begin before the one before it is used; allowed: 0 to {self.every - 1}; "
+                f"use delay={self.every - 1}, or every={self.delay + 1}"
+            )
+        if self.mixing is None:
+            object.__setattr__(self, "mixing", 0.5 if self.delay else 0.0)
+        _check("mixing", self.mixing, "numbers from 0 to below 1", "0.5")
+        if self.mixing and not self.delay:
+            raise PlanError(
+                f"mixing={self.mixing} of LocalSteps with delay=0, where workers wait for the "
+                "outer weights, and have no steps of their own since; allowed: 0; use mixing=0, "
+                "or delay=1"
+            )
 
     def forward(self, t: int, newest: int) -> int:
         return t
 
     def exchanges(self, t: int, j: int, num_stages: int) -> bool:
         return t % self.every == self._moment(j, num_stages)
+
+    def used(self, t: int, j: int, num_stages: int) -> int | None:
+        begun = t - self.delay
+        return begun if begun >= 0 and self.exchanges(begun, j, num_stages) else None
 
     def repeats(self, num_stages: int) -> int:
         return self.every
@@ -212,7 +245,9 @@ class LocalSteps(AbstractWeights):
         Steps without an exchange are alike: one stands for all between two exchanges.
         """
         groups = num_stages if self.in_turn else 1
-        return replace(self, every=min(self.every, 2 * groups))
+        every = min(self.every, 2 * groups)
+        # what is exchanged travels beside its worker's steps: how many they are changes no order
+        return replace(self, every=every, delay=min(self.delay, every - 1))
 
     def as_shorter(self, t: int, num_stages: int) -> int:
         """Give the step of the shorter period that is like step t."""
@@ -228,6 +263,8 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "every": lambda x: isinstance(x, int) and x >= 1,
     "outer_lr": lambda x: isinstance(x, int | float) and 0 < x < math.inf,
     "outer_momentum": lambda x: isinstance(x, int | float) and 0 <= x < 1,
+    "delay": lambda x: isinstance(x, int) and x >= 0,
+    "mixing": lambda x: isinstance(x, int | float) and 0 <= x < 1,
 }
 
 

@@ -176,12 +176,6 @@ def _check_codec(options: Options, plan: Plan) -> None:
             "their own"
         )
     assert codec is not None
-    if plan.axes.weights.is_local:
-        raise ConfigurationError(
-            f"compress={codec!r} with preset {options.preset!r}, whose workers send how their own "
-            f"weights have changed, which no codec takes yet; allowed with it: {allowed}; use "
-            "compress='bf16', or preset='lockstep_dp'"
-        )
     if codec.has_memory and (options.disk is not None or options.moves_state):
         raise ConfigurationError(
             f"compress={codec!r} with memory_limit_bytes={options.memory_limit_bytes}, by which "

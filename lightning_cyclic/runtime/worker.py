@@ -3,7 +3,7 @@
     F, B, I, W     what runs the stages of the user's step               (compute)
     SEND      hand what the action names to the messages
     RECV      be ready for a message; what waits for it is the first action that reads it
-    ADD       the own gradient to a sum that came
+    ADD       the own gradient to a sum that came; OUTER what is made of the sum
     GATHER, FREE   parameters come for one use, and go
     UPDATE, TELL   the host: who applies gradients, and who wants to know what came out
 
@@ -140,6 +140,7 @@ class LaneThread(Generic[T]):
 _LaneThread: TypeAlias = LaneThread[tuple[Action, Flow]]
 
 _MANY = 256
+_HANDED_ON = frozenset({Payload.P, Payload.U})
 _lane_of = attrgetter("lane")
 
 
@@ -166,7 +167,7 @@ class AbstractStores(Protocol):
         """Take in what has come for a RECV, when it is read."""
 
     def add(self, a: Action) -> None:
-        """Carry out an ADD."""
+        """Carry out an ADD, or an OUTER."""
 
     def free(self, a: Action) -> None:
         """Carry out a FREE."""
@@ -257,7 +258,8 @@ class Worker:
         self._taken: dict[Item, AbstractMoment] = {}
         self._lock = threading.Lock()  # what is coming changes, by several lanes
         self._has_posted = threading.Condition(self._lock)
-        self._posted: dict[object, int] = {}  # stage -> newest version that has been posted
+        # datum, stage -> the newest version, or step, for which it has been posted
+        self._posted: dict[object, int] = {}
         self._limit_s = limit_s
         # what lanes will have made: item -> lane, and which of its actions makes it
         self._promised: dict[Item, tuple[_LaneThread, int]] = {}
@@ -267,6 +269,7 @@ class Worker:
             Kind.I: compute.backward,
             Kind.W: compute.backward,
             Kind.ADD: stores.add,
+            Kind.OUTER: stores.add,
             Kind.SEND: self._send,
             Kind.RECV: self._post,
             Kind.UPDATE: host.update,
@@ -345,9 +348,9 @@ class Worker:
     def _run_on_lane(self, row: tuple[Action, Flow]) -> None:
         a, (reads, _, _) = row
         for item in reads:
-            if item[0] is Datum.WEIGHTS:  # a lane may be ahead of who posts
-                _, j, v = item
-                self._await_post(j, cast(int, v))
+            is_outer = item[0] is Datum.OUTER and a.lane is Lane.WEIGHTS  # not made by this one
+            if item[0] is Datum.WEIGHTS or is_outer:  # a lane may be ahead of who posts
+                self._await_post(item)
             if item in self._coming or item in self._taken:
                 self._take_in(item)
         self._do[a.kind](a)
@@ -378,15 +381,17 @@ class Worker:
     def _receive(self, a: Action, incoming: Incoming) -> None:
         self._stores.take(a, self._messages.take(incoming))
 
-    def _await_post(self, j: object, v: int) -> None:
-        """Wait until the main thread has room for a version that a lane hands on."""
-        if self._posted.get(j, -1) >= v:
+    def _await_post(self, item: Item) -> None:
+        """Wait until another thread has room for weights that a lane hands on."""
+        key, v = item[:2], cast(int, item[2])
+        if self._posted.get(key, -1) >= v:
             return
         limit_s = self._limit_s()
         with self._has_posted:
-            if not self._has_posted.wait_for(lambda: self._posted.get(j, -1) >= v, limit_s):
+            if not self._has_posted.wait_for(lambda: self._posted.get(key, -1) >= v, limit_s):
+                what = "version" if item[0] is Datum.WEIGHTS else "the outer weights of step"
                 raise WaitTimeoutError(
-                    f"version {v} of stage {j} was to be handed on, but nothing has been "
+                    f"{what} {v} of stage {item[1]} was to be handed on, but nothing has been "
                     f"received into for {limit_s:g} s; look at what this rank does meanwhile"
                 )
 
@@ -408,8 +413,8 @@ class Worker:
         (item,) = self._flow(a).makes
         with self._lock:
             self._coming[item] = arrival
-            if a.payload is Payload.P and a.v is not None:
-                self._posted[a.j] = a.v
+            if a.payload in _HANDED_ON:
+                self._posted[item[:2]] = cast(int, item[2])
                 self._has_posted.notify_all()
 
 

@@ -130,8 +130,10 @@ def _reference(plan: Plan, costs: Costs, network: Network, bucket_bytes: float |
 
 
 def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float) -> Figures:
-    period = 1 if plan.local is None else plan.local.every
-    shown = plan if period == 1 else replace(plan, num_steps=2 * period + 2)  # a steady one
+    period, shown = 1, plan
+    if plan.local is not None and (period := plan.local.every) > 1:
+        # a steady one, or two where the first exchange may be used in the second period
+        shown = replace(plan, num_steps=(4 if plan.local.delay else 2) * period + 2)
     result = simulate(programs_of(shown), costs, network, shown)
     counted = account(programs_of(shown), costs, period=period)
     workers = counted.workers

@@ -97,7 +97,7 @@ class Graph:
         kind = self.actions[node].kind
         if node in self.coding:
             return Lane.CODING
-        if kind in (Kind.SEND, Kind.ADD):  # an ADD takes no time, and holds nothing up
+        if kind in (Kind.SEND, Kind.ADD, Kind.OUTER):  # an ADD takes no time, holds nothing up
             return Lane.SEND
         if kind in (Kind.FETCH, Kind.EVICT):
             return Lane.TIERS

@@ -466,6 +466,7 @@ def _comes_back(plan: Plan, a: Action, w: int) -> bool:
 def _weights(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
     if not plan.axes.sharding.gathers:
         yield from _versions(program)
+        yield from _outer(program, leaving)
         return
     yield from _fetched(program)
     if not plan.axes.weights.at_end_of_step:
@@ -516,7 +517,9 @@ def _gradients(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span
             elif (Payload.S, *key) in come:
                 yield Span("sums", a.j, begin, n + 1)
             come.setdefault((Payload.S, *key), n if begin is None else begin)
-        elif a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload in _GRADIENTS):
+        elif a.kind in (Kind.UPDATE, Kind.OUTER) or (
+            a.kind is Kind.SEND and a.payload in _GRADIENTS
+        ):
             if key in own:
                 yield Span("gradients", a.j, own.pop(key), n + 1)
             if a.kind is Kind.SEND:
@@ -524,7 +527,8 @@ def _gradients(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span
                 yield Span("sums", a.j, begin, leaving.end(a, n))
             else:
                 used = [come.pop((x, *key)) for x in _SUMS if (x, *key) in come]
-                yield from (Span("sums", a.j, begin, spans_of_calls[n][1]) for begin in used)
+                end = spans_of_calls[n][1] if a.kind is Kind.UPDATE else n + 1
+                yield from (Span("sums", a.j, begin, end) for begin in used)
 
 
 def _fetched(program: Program) -> Iterator[Span]:
@@ -560,6 +564,18 @@ def _older(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
         last_use = ends.get((a.j, (a.v or 0) - 1), 0)
         if last_use > end:  # else the new one is made in its place
             yield Span("versions", a.j, begin, last_use)
+
+
+def _outer(program: Program, leaving: _Leaving) -> Iterator[Span]:
+    """Yield messages of outer weights: until they are read at the latest, or have left."""
+    posted: dict[int, int] = {}
+    for n, a in enumerate(program):
+        if a.payload is Payload.U and a.kind is Kind.RECV:
+            posted[a.j] = n
+        elif a.payload is Payload.U:
+            yield Span("versions", a.j, n, leaving.end(a, n))
+        if a.j in posted and a.kind in (Kind.SEND, Kind.UPDATE):
+            yield Span("versions", a.j, posted.pop(a.j), n + 1)
 
 
 def _versions(program: Program) -> Iterator[Span]:

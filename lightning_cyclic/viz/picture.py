@@ -52,6 +52,7 @@ _LINES = {  # payload -> the colour of its arrows, and what they mean
     Payload.H: ("#d98a00", "gradients, to the worker that adds them up, and updates"),
     Payload.W: _SUM,
     Payload.P: _WEIGHTS,
+    Payload.U: ("#2e8a57", "outer weights, from the worker that has made or received them"),
     Payload.V: _WEIGHTS,
 }
 _OTHER = "#a0a0a0"  # of messages that carry little

@@ -47,6 +47,9 @@ LOCAL: list[dict[str, Any]] = [
     {"weights": LocalSteps(every=every, in_turn=in_turn), **more}
     for every, in_turn in product((1, 2, 3, 50), (False, True))
     for more in ({}, {"sharding": "optimizer"})
+] + [
+    {"weights": LocalSteps(every=3, delay=2, in_turn=in_turn), "to_owners": to_owners}
+    for in_turn, to_owners in product((False, True), (False, True))
 ]
 SIZES = ((1, 1), (2, 2), (4, 2), (3, 3), (4, 4), (6, 3), (8, 4))  # stages, workers of a replica
 

@@ -33,11 +33,16 @@ def mlp(num_layers: int = 9, dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(12, 3))
 
 
-def batchnorm_mlp() -> nn.Module:
+def batchnorm_mlp(width: int = 12) -> nn.Module:
     layers: list[nn.Module] = []
-    for _ in range(4):
-        layers += [nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(12, 3))
+    for before in (12, width, width, width):
+        layers += [nn.Linear(before, width), nn.BatchNorm1d(width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, 3))
+
+
+def wide_mlp() -> nn.Module:
+    """Has matrices that are worth a codec."""
+    return batchnorm_mlp(24)
 
 
 class Block(nn.Module):
@@ -166,6 +171,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], bool]] = {
 NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "mlp": (mlp, "vectors"),
     "batchnorm_mlp": (batchnorm_mlp, "vectors"),
+    "wide_mlp": (wide_mlp, "vectors"),
     "resnet": (resnet, "images"),
     "gpt2": (gpt2, "tokens"),
 }

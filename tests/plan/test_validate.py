@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError, ValidationError
-from lightning_cyclic.plan import PRESETS, make_plan, program_of, programs_of, proof_of
+from lightning_cyclic.plan import PRESETS, LocalSteps, make_plan, program_of, programs_of, proof_of
 from lightning_cyclic.plan.actions import Kind, parse
 from lightning_cyclic.plan.check.proof import KEPT, probe, validate
 from lightning_cyclic.plan.check.replay import Replay
@@ -28,6 +28,13 @@ WIDE = {"num_stages": 4, "num_workers": 4, "replicas": 2, "tied": ((0, 3),)}
 PLANS = {name: relayed(name) for name in PRESETS} | {
     "zero, in rounds": relayed("cyclic_zero", **ROUNDS, relayed=[]),
     "zero, relayed in rounds": relayed("cyclic_zero", **ROUNDS, relayed=[0]),
+    "exchanged": relayed("diloco", weights=LocalSteps(every=2), sharding="optimizer"),
+    "exchanged in turn, used later": relayed(
+        "diloco", weights=LocalSteps(every=3, in_turn=True, delay=2)
+    ),
+    "exchanged at owners": relayed(
+        "diloco", weights=LocalSteps(every=2, delay=1), sharding="optimizer", to_owners=True
+    ),
     "wide gpipe": relayed("gpipe", **WIDE),
     "wide 1f1b": relayed("1f1b", **WIDE),
 }

@@ -143,6 +143,21 @@ def test_a_lane_hands_on_what_the_main_thread_receives_later_and_both_read_one_m
         worker.close()
 
 
+def test_a_lane_hands_on_outer_weights_that_another_thread_receives_later() -> None:
+    pair = Pair(Lane.WEIGHTS, timeout_s=5.0)
+    seen = pair.logs[1].seen
+    pair.run(1, "0SEND_U>0#1~weights")
+    time.sleep(0.05)  # in which the lane would send what it has
+    assert seen == ["hold 0SEND_U>0#1~weights"]
+    pair.run(1, "0RECV_U<0#1~sums")
+    pair.run(0, "0SEND_U>1#1~sums")
+    pair.workers[1].settle()
+    came = ["took 0RECV_U<0#1~sums: 0.0", "0SEND_U>0#1~weights", "let go 0SEND_U>0#1~weights"]
+    assert seen[1:] == came
+    for worker in pair.workers:
+        worker.close()
+
+
 def test_a_message_that_two_have_found_on_its_way_is_taken_in_by_the_first() -> None:
     device, took = Device(), list[int]()
     with noted(device):

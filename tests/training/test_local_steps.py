@@ -23,75 +23,24 @@ from lightning_cyclic import (
 )
 from lightning_cyclic.plan import program_of
 from lightning_cyclic.plan.actions import Kind
+from tests.harness.local_steps import (
+    LOST,
+    MAKE,
+    MODULE,
+    NUM_STEPS,
+    RULES,
+    assert_is,
+    expected,
+    fit,
+)
 from tests.harness.rows import more
 from tests.harness.runs import Result, run, saving, trained
-from tests.harness.trainers import assert_same, weights_of
+from tests.harness.trainers import assert_same
 from tests.modules.classifier import Classifier, micro_batches, one_each
 from tests.references.local_steps import LocalReference
 from tests.references.scaled import precision
 
 pytestmark = pytest.mark.multi
-NUM_STEPS = 8
-MODULE = ("batchnorm_mlp", "adamw")
-MAKE = partial(Classifier, *MODULE)
-STAGES = ["net.3", "net.6"]  # that begin stages 1 and 2
-LOST = ["Training ended"]  # steps that are in no outer weights
-RULES: dict[str, tuple[LocalSteps, dict[int, list[int]]]] = {
-    "every 3": (LocalSteps(every=3), {2: [0, 1, 2]}),
-    "every 4": (LocalSteps(every=4), {3: [0, 1, 2]}),
-    "each": (LocalSteps(every=1, outer_lr=0.5, outer_momentum=0.0), {0: [0, 1, 2]}),
-    "in turn": (LocalSteps(every=4, in_turn=True), {1: [0], 2: [1], 3: [2]}),
-    "far in turn": (LocalSteps(every=7, in_turn=True), {2: [0], 4: [1], 6: [2]}),
-    "two at once": (LocalSteps(every=2, in_turn=True), {0: [0], 1: [1, 2]}),
-}
-
-
-class Looks(Callback):
-    """Note what validation looks at, and what has been sent."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[str, Tensor]] = []
-        self.messages: Counter[Any] = Counter()
-
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        if not trainer.sanity_checking:
-            self.seen.append(weights_of(module))
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.messages = Counter(trainer.strategy._training.transport.messages)
-
-
-def looked_at(trainer: Any, module: Classifier) -> dict[str, Any]:
-    (looks,) = [c for c in trainer.callbacks if isinstance(c, Looks)]
-    found = {"losses": module.losses, "seen": looks.seen, "messages": looks.messages}
-    return found | {"plan": trainer.strategy.plan}
-
-
-def fit(rule: Any, n: int, **flags: Any) -> list[Result]:
-    strategy = {"preset": "diloco", "weights": rule, "stages": STAGES} | flags.pop("more", {})
-    callbacks = [Looks(), *flags.pop("callbacks", ())]
-    return trained(
-        flags.pop("make", MAKE), strategy, n, look=looked_at,
-        data=partial(micro_batches, "vectors", NUM_STEPS), callbacks=callbacks,
-        expects=[*LOST, *flags.pop("expects", ())], **flags,
-    )  # fmt: skip
-
-
-def expected(name: str, n: int, stage_of: dict[str, int], **numbers: Any) -> LocalReference:
-    rule, moments = RULES[name]
-    given = {"lr": rule.outer_lr, "momentum": rule.outer_momentum} | numbers
-    reference = LocalReference(
-        n=n, num_steps=NUM_STEPS, every=rule.every, moments=moments, **given
-    )
-    return reference.run(MAKE(), stage_of)
-
-
-def assert_is(ranks: list[Result], reference: LocalReference, steps: int = NUM_STEPS) -> None:
-    """Compare what ranks have with a reference, bit by bit; each has buffers of its own."""
-    for w, rank in enumerate(ranks):
-        assert rank.found["losses"] == reference.losses[w][-steps:]
-        assert_same(rank.weights, reference.outer[-1] | reference.buffers[w], f"rank {w}")
-
 
 # ---------------------------------------------------------------------- the rule
 
@@ -265,7 +214,6 @@ def test_numbers_that_are_none_are_refused(given: dict[str, Any], words: str) ->
         ("diloco", {"num_microbatches": 4}, "num_microbatches=4 does not fit .* allowed: 2"),
         ("diloco", {"group_size": 2}, "group_size=2 does not fit"),
         ("diloco", {"norms": "owners"}, "norms='owners' does not fit"),
-        ("diloco", {"to_owners": True}, "to_owners=True does not fit"),
         ("1f1b", {}, "placement='pipelined' does not fit weights 'local' .* 'replicated'"),
     ],
 )
@@ -282,7 +230,6 @@ def test_plans_that_do_not_fit_are_refused(
         ({"relay_buffers": "all"}, "relay_buffers='all' with preset 'diloco'"),
         ({"error_feedback": True}, "error_feedback=True with preset 'diloco'"),
         ({"memory_limit_bytes": 10**9, "disk": "/tmp"}, "no plan of memory counts yet"),
-        ({"compress": "int8"}, r"compress=Int8\(\) .* no codec takes yet; .* 'bf16'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str) -> None:

@@ -198,7 +198,6 @@ def _check_local(plan: Plan) -> None:
         "num_microbatches": (plan.num_microbatches, (plan.num_workers,), "one micro-batch of "
                              "each worker per step, for its own update"),
         "group_size": (plan.group_size, (1,), "workers that are not staggered"),
-        "to_owners": (plan.to_owners, (False,), "differences of weights, whose sums travel"),
         "norms": (plan.norms, ("none",), "gradients of which each worker uses its own alone"),
     }  # fmt: skip
     for name, (given, allowed, what) in rows.items():

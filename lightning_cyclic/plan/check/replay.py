@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from operator import attrgetter
 from typing import NoReturn, final
 
@@ -164,7 +165,7 @@ class _Worker:
         if not self.todo:
             return False
         a = self.todo[0]
-        if a.kind is Kind.UPDATE and not self._plan.makes_version(self._w, a.t, a.j):
+        if a.kind is Kind.UPDATE and not self._plan.makes_versions(self._w, a.j):
             self._refuse(a, "updates somebody else's stage", f"worker {self._plan.owner(a.j)}")
         if _runs_beside(a):
             self._lanes[a.lane].append(self.todo.popleft())
@@ -327,6 +328,8 @@ class _Worker:
             is_held = (Datum.WEIGHTS, j, t + 1) in self._have
             if not is_held and (j in self._holds or self._w in version_readers(plan, j)):
                 self._refuse(last, f"ends without version {t + 1} of stage {j}", "the last one")
+        if plan.axes.weights.is_local:
+            self._check_exchanged(t, last)
         if not plan.axes.placement.runs_whole_micro:
             self._check_told(t, last)
         for item in self._have:
@@ -337,6 +340,15 @@ class _Worker:
         for j in plan.relayed:
             if j in self._holds and (Datum.BUFFERS, t + 1, 0, j) not in self._have:
                 self._refuse(last, f"ends without the newest buffers of stage {j}", "these")
+
+    def _check_exchanged(self, t: int, last: Action) -> None:
+        """Check that the worker has what came of all exchanges, also if it is used later."""
+        stages, steps = range(self._plan.num_stages), range(t + 1)
+        for j, step in product(stages, steps):
+            if self._plan.exchanges(step, j) and (Datum.OUTER, j, step) not in self._have:
+                self._refuse(
+                    last, f"ends without what step {step} has made of stage {j}", "outer weights"
+                )
 
     def _check_told(self, t: int, last: Action) -> None:
         """Check that the worker was told of every step in which it took part."""

@@ -9,8 +9,7 @@ gradients) gradients travel to them: an owner is ready for each while the backwa
 which it comes, and adds it behind that; neither before the own step begins, as a flush leaves
 nothing pending, nor behind the update.
 
-Of local steps differences of weights are added, which need the whole backward: behind all else
-that a worker does alone.
+Of local steps differences of weights are added: differences.py.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from lightning_cyclic.plan.actions import COMPUTE, MAKE_GRADIENTS, Action, Kind, Payload, Program
+from lightning_cyclic.plan.passes.differences import differences
 from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.plan.passes.updates import together
 from lightning_cyclic.plan.plan import Plan
@@ -34,20 +34,9 @@ def adds(plan: Plan, program: Program, w: int) -> Iterator[Action]:
         program: of worker ``w``, with UPDATEs.
     """
     if plan.axes.weights.is_local:
-        return _of_differences(plan, program, w)
+        return differences(plan, program, w)
     travel = plan.owners_add and plan.axes.placement.runs_whole_micro
     return (_at_owner if travel else _behind_backwards)(plan, program, w)
-
-
-def _of_differences(plan: Plan, program: Program, w: int) -> Iterator[Action]:
-    added = -1  # the last step in which any are
-    for a in program:
-        if a.kind is Kind.UPDATE and plan.exchanges(a.t, a.j) and a.t > added:
-            added = a.t
-            for j in reversed(range(plan.num_stages)):
-                if plan.exchanges(a.t, j):
-                    yield Action(kind=Kind.ADD, t=a.t, j=j, i=w, s=a.s)
-        yield a
 
 
 def _behind_backwards(plan: Plan, program: Program, w: int) -> Iterator[Action]:

@@ -5,7 +5,8 @@ Of workers that run whole micro-batches, two lanes run beside the compute:
     sums      gradients are added to the sum that has come, and it is passed on
     weights   a version that has come is passed on at once, wherever the compute is
 
-An owner sends a version itself: behind others on a lane it would wait for what comes later.
+An owner sends a version itself: behind others on a lane it would wait for what comes later. Outer
+weights it makes on the lane of sums, and sends them there.
 
 Receives are posted as early as there is room, in the order of sends.
 
@@ -63,13 +64,14 @@ def lanes(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
 
 
 def _lane(plan: Plan, a: Action, w: int) -> Lane:
-    if a.kind is Kind.ADD or a.payload in (Payload.S, Payload.T):
+    if a.kind in (Kind.ADD, Kind.OUTER) or a.payload in (Payload.S, Payload.T):
         return Lane.SUMS
     if a.payload is Payload.H and plan.to_owners:
         return Lane.SUMS  # who sends them makes them smaller first, beside the compute
-    sender = w if a.kind is Kind.SEND else a.peer
-    is_handed_on = a.payload is Payload.P and sender != plan.owner(a.j)
-    return Lane.WEIGHTS if is_handed_on else Lane.MAIN
+    is_owners = (w if a.kind is Kind.SEND else a.peer) == plan.owner(a.j)
+    if a.payload is Payload.U:
+        return Lane.SUMS if is_owners else Lane.WEIGHTS
+    return Lane.WEIGHTS if a.payload is Payload.P and not is_owners else Lane.MAIN
 
 
 def _handed_on_early(plan: Plan, program: Program, w: int) -> Program:
@@ -82,8 +84,10 @@ def _handed_on_early(plan: Plan, program: Program, w: int) -> Program:
     begins, numbers = begins_of_steps(marked), range(len(marked))
     last_read = {(a.j, a.v): n for n, a in enumerate(marked) if a.kind in COMPUTE}
     handed_on = [
-        n for n in numbers if marked[n].lane is Lane.WEIGHTS and marked[n].kind is Kind.SEND
-    ]
+        n for n in numbers
+        if marked[n].lane is Lane.WEIGHTS and marked[n].kind is Kind.SEND
+        and marked[n].payload is Payload.P
+    ]  # fmt: skip
     places, moved, least = list(numbers), [], 0
     for n in handed_on:
         j, v = marked[n].j, marked[n].v or 0

@@ -13,6 +13,7 @@ receive before the first action that reads it; ``receives.py`` says where that i
     P   parameters              owner -> all who hold the stage: pipelines from the owner itself,
                                 others along a chain, in the order of need, of groups from lead to
                                 lead, who give them to their group
+    U   outer weights           as P, of local steps: differences.py
     V   those of other stages   owner -> the workers that use them and do not hold the stage
 
 A version is received where its first reader, or in a chain the worker's own update, would stand;
@@ -27,7 +28,7 @@ from itertools import groupby
 from typing import Any, final
 
 from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Payload, Program
-from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
+from lightning_cyclic.plan.dataflow import Dataflow, Datum, Flow, Item
 from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.roles import version_readers
@@ -38,7 +39,7 @@ _PAYLOADS: dict[Any, tuple[Payload, str]] = {
     Datum.TIED_GRADIENT: (Payload.W, "tij"), Datum.GRADIENT: (Payload.H, "tij"),
     Datum.SUM: (Payload.S, "tji"), Datum.BUFFERS: (Payload.R, "tij"),
 }  # fmt: skip
-_MAKERS = frozenset({*COMPUTE, Kind.ADD})
+_MAKERS = frozenset({*COMPUTE, Kind.ADD, Kind.OUTER})
 _READERS = _MAKERS | {Kind.UPDATE}
 
 
@@ -60,12 +61,10 @@ class _Ways:
         self.flows = [Dataflow(plan, w) for w in range(len(programs))]
         self.makers: dict[Item, tuple[int, int]] = {}  # who, and where in its program
         self.readers: dict[Item, int] = {}
-        self.placed: set[tuple[int, Item]] = set()  # worker, and what it is ready for already
+        self.placed = set(_placed(self.flows, programs))
         for w, program in enumerate(programs):
             for n, a in enumerate(program):
-                if a.kind is Kind.RECV:
-                    self.placed |= {(w, item) for item in self.flows[w](a).makes}
-                elif a.kind in _MAKERS:
+                if a.kind in _MAKERS:
                     self.makers |= dict.fromkeys(self.flows[w](a).makes, (w, n))
         for w, program in enumerate(programs):
             for a in program:
@@ -84,8 +83,17 @@ class _Ways:
     def sent(self, a: Action, n: int, w: int) -> Iterator[tuple[Item, int]]:
         """Yield what an action at a place is the last to make, and who reads it elsewhere."""
         for item in self.flows[w](a).makes:
-            if self.makers.get(item) == (w, n) and self.readers.get(item, w) != w:
+            is_due = self.makers.get(item) == (w, n) and (w, item) not in self.placed
+            if is_due and self.readers.get(item, w) != w:
                 yield item, self.readers[item]
+
+
+def _placed(flows: Sequence[Dataflow], programs: Sequence[Program]) -> Iterator[tuple[int, Item]]:
+    """Yield worker, and what it receives or sends where another pass has said so."""
+    for w, program in enumerate(programs):
+        for a in program:
+            row = flows[w](a) if a.kind in (Kind.SEND, Kind.RECV) else Flow()
+            yield from ((w, item) for item in (*row.reads, *row.makes))
 
 
 def _routed(plan: Plan, ways: _Ways, program: Program, w: int) -> Iterator[Action]:
@@ -133,13 +141,11 @@ def _carrying(kind: Kind, at: Action, items: Iterable[tuple[Item, int]]) -> Iter
 
 def _updated(plan: Plan, ways: _Ways, group: list[Action], w: int) -> Iterator[Action]:
     """Yield the updates of one place with the totals before them, and the versions behind."""
-    own = [a for a in group if plan.makes_version(w, a.t, a.j)]
+    own = [a for a in group if plan.makes_versions(w, a.j)]
     if not plan.late_updates:
         yield from _totals(ways, own, w)
     yield from own
-    for a in group:
-        if not plan.exchanges(a.t, a.j):
-            continue
+    for a in () if plan.axes.weights.is_local else group:
         if not plan.axes.placement.runs_whole_micro:
             yield from _to_holders(plan, a)
         elif not plan.axes.sharding.gathers:  # else parameters come when they are used

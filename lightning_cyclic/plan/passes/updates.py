@@ -8,7 +8,7 @@ call of the optimizer, or one for each stage (``Plan.updates_apart``):
 
     sync, or one worker alone     all of them behind all else of the step
     one that has no room for all  each right behind its backward (``Tiers.early``)
-    local steps                   the same, those first that are not exchanged in the step
+    local steps                   the same, those first that may not wait for an exchange
     an owner that reads late      the same: its totals end with its own backward
     an owner that reads first     before the first forward that reads a new version
     owners who wait for all       behind their step, or where the first worker reads new weights
@@ -191,6 +191,17 @@ def _update(j: int, v: int, s: int) -> Action:
 def is_of_update(a: Action) -> bool:
     """Say whether an action makes an update, or tells what it needs to know."""
     return a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload is Payload.N)
+
+
+def needs_step(a: Action, *, adds_differences: bool) -> bool:
+    """Say whether an action needs something of the step under way, or of its hyper-parameters.
+
+    Args:
+        adds_differences: whether what is added are not gradients, but how a worker has changed
+            its weights by them.
+    """
+    takes = a.kind is Kind.ADD or (a.kind is Kind.SEND and a.payload is Payload.H)
+    return a.kind in (Kind.F, Kind.B) or is_of_update(a) or (adds_differences and takes)
 
 
 def up_to_call(actions: Sequence[Action], t: int, *, apart: bool) -> Sequence[Action]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_cyclic.plan import Plan, program_of
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
-from lightning_cyclic.plan.passes.updates import is_of_update, needs_older, up_to_call
+from lightning_cyclic.plan.passes.updates import is_of_update, needs_older, needs_step, up_to_call
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.codecs.weights import CodedWeights
@@ -128,7 +128,7 @@ class Engine:
         self.shards = self._exchange.shards = self._make_shards(module)
         self._exchange.tier = tier
         self._worker = self._make_worker()
-        self._local = self._make_local(state)
+        self._local = self._exchange.local = self._make_local(state)
         self._shown: Replica = self.shards or Replica(self.stores)
         again = None if self.shards is None else self._enter_again
         self._entrances = Entrances(module, stages, self.enter, self._w, again)
@@ -148,7 +148,9 @@ class Engine:
         if self.plan.local is None:
             return None
         saved = None if state is None else state.local
-        return LocalWeights(self.plan, self._w, self.stages, self.stores, self._grads, saved)
+        return LocalWeights(
+            self.plan, self._w, self.stages, self.stores, self._grads, self._fetch, saved
+        )
 
     def _make_collector(self, forms: WeightForms) -> GradientCollector:
         weights = [list(map(forms.weight, ps)) for ps in self._parameters]
@@ -261,10 +263,9 @@ class Engine:
         self._shown.stay_no_longer()
         is_alone = self.plan.has_one_version
         if self.plan.axes.weights.at_end_of_step or is_alone:
-            self._worker.settle()
+            if self.plan.local is None or not self.plan.local.delay:  # else lanes go on
+                self._worker.settle()
             self._show_newest(range(self.plan.num_stages))
-        if self._local is not None:
-            self._local.meet(self.t - 1)
         # what others change of state between steps counts, where nobody refuses it
         if self._tier is not None and (is_alone or self.plan.weights != "freshest"):
             for j, t in self._tier.leaving():
@@ -348,11 +349,9 @@ class Engine:
 
     def _run_on(self) -> None:
         """Do what follows and needs nothing of the step, nor of its hyper-parameters."""
-        end, waits = self._at, {Kind.F, Kind.B}
-        if self._local is not None:
-            waits.add(Kind.ADD)  # of differences, which an update makes
+        end = self._at
         for a in self._actions[end:]:
-            if a.kind in waits or is_of_update(a):
+            if needs_step(a, adds_differences=self._local is not None):
                 break
             end += 1
         self._run_before(end)
@@ -421,10 +420,14 @@ class Engine:
         self._worker.run(a for a in due if a.kind is Kind.RECV)
         updates = [a for a in due if a.kind is Kind.UPDATE]
         stages = [a.j for a in updates]
+        if self._local is not None:
+            with self._watch.changing(stages):
+                self._local.move_on(t, stages)
+            self._flight.note(updates)
+            return
         with self._watch.changing(stages):
             totals = {j: self._advance(t + 1, j) for j in stages}
-            make = self._update if self._local is None else self._local.update_outer
-            skipped = make(t, stages) or ()
+            skipped = self._update(t, stages) or ()
             for j in stages:
                 self.stores[j].end_update(t + 1)
                 self._exchange.note_made(j, t + 1)
@@ -444,8 +447,7 @@ class Engine:
 
     def _advance(self, v: int, j: int) -> Sum:
         """Let the parameters be version ``v``, with its gradients, and the values before it."""
-        if self.plan.exchanges(v - 1, j):
-            self._fetch((Datum.SUM, v - 1, j, None))
+        self._fetch((Datum.SUM, v - 1, j, None))
         if self._tier is not None:
             self._fetch((Datum.STATE, j, v - 1))
             self._tier.install(j)

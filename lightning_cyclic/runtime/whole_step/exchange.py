@@ -3,6 +3,7 @@
 S, T, ADD   partial sums of gradients, in micro-batch order, in the buffers they came in
 H, ADD      or gradients, which their owner, or the lead of a group, adds in that order; a codec
             may make them smaller, those that their owner has itself as well
+OUTER, U    outer weights, made of the sum of differences, and handed on (local_weights.py)
 P           versions of parameters, handed on in the buffers they came in; or what they add to the
             ones before, which a codec has made smaller
 R, C        module buffers that training changes: what micro-batch i-1 left, to micro-batch i;
@@ -32,6 +33,7 @@ from lightning_cyclic.runtime.stages.stage_map import StageMap
 from lightning_cyclic.runtime.state_tier import StateTier
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.whole_step.coded_versions import CodedVersions
+from lightning_cyclic.runtime.whole_step.local_weights import LocalWeights
 from lightning_cyclic.runtime.whole_step.shards import Shards
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 
@@ -94,6 +96,7 @@ class Exchange:
             self._parameter_layouts = [x.layout for x in self._versions]
         self.shards: Shards | None = None  # where workers hold what they use alone
         self.tier: StateTier | None = None  # where optimizer state comes and goes
+        self.local: LocalWeights | None = None  # where each worker has weights of its own
         self._gradients: dict[tuple[int, int | None, int], Sum] = {}  # that came
         self._handed_on: list[tuple[str, Mark]] = []  # names of buffers, and what was sent
 
@@ -140,7 +143,14 @@ class Exchange:
         return [_like(x, dtype_of(x.dtype)) for x in sent]
 
     def add(self, a: Action) -> None:
-        """Add gradients that came, or the own, to the sum, which comes first in the addition."""
+        """Add gradients that came, or the own, to the sum, which comes first in the addition.
+
+        Of an OUTER: make what is made of the sum.
+        """
+        if a.kind is Kind.OUTER:
+            assert self.local is not None
+            self.local.make_outer(a.t, a.j)
+            return
         gradients = self._gradients.pop((a.t, a.i, a.j), None)
         if gradients is None and self._coded:
             own = self._grads.take_own(a.t, a.j)
@@ -188,6 +198,7 @@ class Exchange:
         sums, buffers = self._sum_layouts[j], self._messages.layout(self._buffers(j))
         return {
             Payload.P: self._parameter_layouts[j],
+            Payload.U: self._parameter_layouts[j],
             Payload.S: sums,
             Payload.T: sums,
             Payload.H: self._added_layouts[j],
@@ -291,6 +302,19 @@ class Exchange:
         sent.let_go()
         return buffer
 
+    def _give_outer(self, a: Action) -> Message:
+        assert self.local is not None
+        buffer = self._messages.room(self._parameter_layouts[a.j])
+        values, word = self.local.outer(a.j)
+        buffer.write(values)
+        return Message(buffer.tensors, None, word, None, buffer, leaves=True)
+
+    def _take_outer(self, a: Action, message: Message) -> None:
+        assert self.local is not None
+        assert message.buffer is not None
+        self.local.put_outer(a.j, message.tensors, message.word)
+        message.buffer.let_go()
+
     def _give_buffers(self, a: Action) -> Message:
         buffers = self._buffers(a.j)
         if a.payload is Payload.R:
@@ -336,6 +360,7 @@ _WAYS: dict[Payload, tuple[_Give, _Take]] = {
     Payload.T: (Exchange._give_sum, Exchange._take_sum),
     Payload.H: (Exchange._give_gradients, Exchange._take_gradients),
     Payload.P: (Exchange._give_parameters, Exchange._take_parameters),
+    Payload.U: (Exchange._give_outer, Exchange._take_outer),
     Payload.R: (Exchange._give_buffers, Exchange._take_buffers),
     Payload.C: (Exchange._give_buffers, Exchange._take_buffers),
     Payload.N: (Exchange._give_norms, Exchange._take_norms),

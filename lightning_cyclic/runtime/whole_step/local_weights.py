@@ -3,23 +3,26 @@
     end of a step   update_alone   the user's optimizer, on all stages, by the own gradients
     ADD                            of what all had before, less what there is now: a gradient of
                                    the outer weights, whose sum over workers the program makes
-    UPDATE          update_outer   the owner: their mean, and SGD with Nesterov momentum
-    behind it       meet           all: both are the new outer weights
+    OUTER           make_outer     the owner: their mean, and SGD with Nesterov momentum
+    U               put_outer      all others: what it has made
+    UPDATE          move_on        the own weights, mixed with the outer ones if they are used now
 
 Between steps the module has the worker's own weights. Behind a flush it has the outer ones, at
 which validation and checkpoints look; the next step goes on from the own ones, so that a flush
-changes nothing.
+changes nothing. It waits for exchanges that have begun: the outer weights are then as new as they
+are where they are used, and nobody looks at them until then. So what is under way has no state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.stages.stage_map import StageMap
 from lightning_cyclic.runtime.whole_step.engine_state import LocalState
@@ -32,9 +35,13 @@ _MOMENTUM = "momentum_buffer"  # as SGD names it
 class LocalWeights:
     """Keep both.
 
+    Lanes make outer weights, and take them in, while the main thread runs steps on the own ones;
+    what they write it reads where the program has it wait for them.
+
     Args:
         stores: of this worker's own weights, by stage. What they show now are the outer ones.
         grads: has gradients where the own weights are updated, and behind that differences.
+        fetch: waits for an item of the program.
         state: where to go on. [the own weights are the outer ones]
     """
 
@@ -45,10 +52,13 @@ class LocalWeights:
         stages: StageMap,
         stores: Sequence[VersionStore],
         grads: GradientStore,
+        fetch: Callable[[Item], None],
         state: LocalState | None,
     ) -> None:
-        self._plan, self._stages = plan, stages
-        self._stores, self._grads = stores, grads
+        assert plan.local is not None
+        self._plan, self._stages, self._rule = plan, stages, plan.local
+        self._stores, self._grads, self._fetch = stores, grads, fetch
+        self._words: dict[int, int] = {}  # stage -> what all said in its last exchange
         self._outer = {p: p.detach().clone() for store in stores for p in store.parameters}
         owned = [j for j in range(plan.num_stages) if plan.owner(j) == worker]
         self._masters = {j: self._masters_of(j) for j in owned}
@@ -67,11 +77,9 @@ class LocalWeights:
         }
 
     def _outer_optimizer(self, j: int) -> torch.optim.Optimizer:
-        rule = self._plan.local
-        assert rule is not None
-        momentum = rule.outer_momentum
+        lr, momentum = self._rule.outer_lr, self._rule.outer_momentum
         return torch.optim.SGD(
-            self._masters[j].values(), lr=rule.outer_lr, momentum=momentum, nesterov=momentum > 0
+            self._masters[j].values(), lr=lr, momentum=momentum, nesterov=momentum > 0
         )
 
     # ------------------------------------------------------------------ in a step
@@ -96,30 +104,57 @@ class LocalWeights:
                 ]
                 self._grads.extend(t, j, Sum(differences, words[j]))
 
-    def update_outer(self, t: int, stages: Collection[int]) -> None:
-        """Make new outer weights of stages, of sums of differences in ``p.grad``."""
-        for j in stages:
-            if not self._plan.exchanges(t, j):  # it has been updated alone
-                continue
-            pairs = list(zip(self._masters[j].values(), self._grads.parameters_of(j), strict=True))
-            for master, p in pairs:
-                if p.grad is not None:  # else it is frozen
-                    master.grad = p.grad.to(master.dtype) / self._plan.num_workers
-            if pairs:
-                self._optimizers[j].step()
-            for p in self._stores[j].parameters:  # what is frozen since goes back
-                p.data.copy_(self._outer[p])
-            for master, p in pairs:
-                if master.grad is not None:
-                    p.data.copy_(master.detach())
-                    master.grad = None
+    def make_outer(self, t: int, j: int) -> None:
+        """Make outer weights of an own stage, of the sum of all differences of a step."""
+        total = self._grads.take(t, j)
+        masters, parameters = self._masters[j].values(), self._grads.parameters_of(j)
+        for master, x in zip(masters, total.grads, strict=True):
+            if x is not None:  # else it is frozen
+                master.grad = x.to(master.dtype) / self._plan.num_workers
+        if masters:
+            self._optimizers[j].step()
+        for master, p in zip(masters, parameters, strict=True):
+            self._outer[p].copy_(master.detach())
+            master.grad = None
+        if total.buffer is not None:
+            total.buffer.let_go()
+        self._words[j] = total.word
 
-    def meet(self, t: int) -> None:
-        """Note new outer weights, which have come as the newest version."""
-        for j in range(self._plan.num_stages):
-            if self._plan.exchanges(t, j):
-                for p in self._stores[j].parameters:
-                    self._outer[p].copy_(p.detach())
+    def outer(self, j: int) -> tuple[list[Tensor], int]:
+        """Return the outer weights of a stage that its last exchange has made, and what all said.
+
+        They stay until the next one has made others: for that, who is sent these must have used
+        them.
+        """
+        return [self._outer[p] for p in self._stores[j].parameters], self._words[j]
+
+    def put_outer(self, j: int, values: Sequence[Tensor], word: int) -> None:
+        """Take in what the owner of a stage has made."""
+        for p, x in zip(self._stores[j].parameters, values, strict=True):
+            self._outer[p].copy_(x)
+        self._words[j] = word
+
+    def move_on(self, t: int, stages: Iterable[int]) -> None:
+        """Let own weights be the version behind a step; use outer ones where it is time to."""
+        for j in stages:
+            store, used = self._stores[j], self._plan.used(t, j)
+            if used is not None:
+                self._fetch((Datum.OUTER, j, used))
+            store.begin_update(t + 1, t + 1)
+            if used is not None:
+                self._use_outer(store.parameters)
+            store.end_update(t + 1)
+            store.words[t + 1] = self._words.get(j, 0) if used is not None else 0
+
+    def _use_outer(self, parameters: Iterable[nn.Parameter]) -> None:
+        part = self._rule.mixing
+        for p in parameters:
+            if not part or not p.requires_grad:  # what is frozen since goes back
+                p.data.copy_(self._outer[p])
+                continue
+            wide = torch.promote_types(p.dtype, torch.float32)
+            own, outer = p.detach().to(wide), self._outer[p].to(wide)
+            p.data.copy_(own * part + outer * (1 - part))
 
     def show_outer(self) -> None:
         """Let the module have the outer weights, until the next forward enters its stages."""
