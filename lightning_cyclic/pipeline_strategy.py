@@ -48,8 +48,11 @@ class PipelineStrategy(PlannedStrategy):
             freshest weights (said once), "global" otherwise.
         error_feedback: where gradients are old, turn each update u_t into 2 * u_t - u_(t-1), for
             one more buffer of the size of the weights. Experimental.
-        compress: in which sums of gradients travel between replicas: "fp32", "bf16" or "fp16".
-            [that of the gradients, and "fp32" where they have a lower precision]
+        compress: in which dtype sums of gradients travel between replicas: "fp32", "bf16" or
+            "fp16". [that of the gradients, and "fp32" where they have a lower precision] Or a
+            mapping: {"gradients": ..., "activations": ...}, where activations and their gradients
+            cross from stage to stage as "bf16", "fp16", "int8", :class:`TopK` of each sample, or
+            by a codec of your own (docs/compression.md). [as they are]
         bandwidth: of each worker, like "10Gbit/s" or bytes per second; stages are cut by it.
             [10Gbit/s]
         transport: how messages travel: "auto" (on CPUs by name over gloo; on GPUs over NCCL,

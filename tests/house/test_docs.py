@@ -350,7 +350,9 @@ def test_values_of_axes_are_documented():
 
 def test_python_of_compression_runs(capsys):
     blocks = [b.text for b in fenced(DOCS / "compression.md") if b.language == "python"]
-    of_dct, of_both, of_signs, simulated = blocks
+    of_dct, of_both, of_activations, of_signs = blocks
+    gains = fenced(DOCS / "codec_gains.md")
+    simulated = [b.text for b in gains if b.language == "python"]
     names: dict[str, Any] = {}
     exec(of_dct, names)
     assert names["strategy"]._chosen.codec == names["Dct"](density=0.01, threshold_every=1000)
@@ -361,9 +363,13 @@ def test_python_of_compression_runs(capsys):
     grad, like = torch.tensor([1.0, -5.0, 3.0]), torch.empty(3, device="meta")
     assert codec.decode(codec.encode(grad, state), like).tolist() == [3, -3, 3]
     assert state["left"].tolist() == [-2, -2, 0]
-    exec(simulated, names)
-    (said,) = re.findall(r"# (.*)$", simulated, flags=re.M)
-    assert capsys.readouterr().out.strip() == said
+    exec(of_activations, names)
+    assert names["strategy"]._chosen.compress == {"activations": names["TopK"](density=0.025)}
+    for code in simulated:
+        exec(code, names)
+        (said,) = re.findall(r"# (.*)$", code, flags=re.M)
+        assert capsys.readouterr().out.strip() == said
+    assert len(simulated) == 2
 
 
 def test_python_of_options_makes_a_strategy():
