@@ -199,7 +199,7 @@ class Setup(Checkpoints):
         codec = callback.prepare(trainer, sends_whole=False)
         self._undo.callback(setattr, self, "_chosen", chosen)
         self._chosen = replace(chosen, compress=codec)
-        self._options.check()
+        self._chosen.check()  # as when the strategy is made: of any number of workers
 
     def _prepare(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
         if options.is_stagewise and options.replicas == 1:
