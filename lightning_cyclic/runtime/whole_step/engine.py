@@ -93,12 +93,10 @@ class Engine:
     ) -> None:
         self.plan, self._tier = plan, tier
         self.stages, self.transport = stages, transport
-        self.t = state.t if state else 0
-        self._w = transport.worker
+        self.t, self._w = state.t if state else 0, transport.worker
         self._update = update
         self._paced, self._aside, self._watch = paced, aside, watch or WeightWatch(self._w)
-        self._flight = flight or FlightRecorder()
-        self._words = Words()
+        self._flight, self._words = flight or FlightRecorder(), Words()
         self._flushed_at = self._starts_at = self.t
         self._ended = self.t - 1  # the last step that a flush has ended
         # of the step under way: stage, round, and the next of its actions
