@@ -28,7 +28,7 @@ class Coding:
     Example:
         >>> half = Coding(kind="bf16", num_bytes=lambda n: 2 * n, to_owners=False)
         >>> half.of(Costs.even(1, model_bytes=8.0)).sent_sum_bytes
-        (4.0,)
+        (4,)
         >>> str(half), str(Coding(kind="TopK", numbers={"density": 0.01}, num_bytes=len))
         ('"bf16"', 'TopK(density=0.01)')
     """
