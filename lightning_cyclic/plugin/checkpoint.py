@@ -134,11 +134,14 @@ def warn_of_other_plan(saved: Mapping[str, Any], weights: str) -> None:
     left = saved["plan"]["weights"] != "sync"  # older versions, which its next steps would read
     if weights == "sync" and not left:
         return
-    then = (
-        "the older versions of weights that are beside them are left out."
-        if weights == "sync"
-        else "its weight rule begins as at step 0."  # versions that it would read were never made
-    )
+    then = "the older versions of weights that are beside them are left out."
+    if saved["plan"]["weights"] == "local":  # a worker's, of which there need not be one now
+        num_workers = saved["plan"]["num_workers"]
+        then = f"the own weights of its {num_workers} workers are left out, as is outer momentum."
+    elif weights != "sync":
+        then = (
+            "its weight rule begins as at step 0."  # versions that it would read were never made
+        )
     rank_zero_warn(
         f"The checkpoint was written under {saved['plan']}; this run has another plan and goes on "
         f"from its newest weights, as any strategy would, not with the same bits: {then}"
