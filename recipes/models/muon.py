@@ -24,6 +24,8 @@ class MuonWithAdamW(Optimizer):
         betas: AdamW's.
     """
 
+    updates_apart = "parameter"  # says to lightning_cyclic that stages may be updated one by one
+
     def __init__(
         self,
         params: Sequence[dict[str, Any]],
