@@ -57,7 +57,8 @@ def train(cfg: DictConfig, recorder: Recorder) -> bool:
     )
     make = instantiate(cfg.trainer, _partial_=True)
     strategy = instantiate(cfg.strategy, _convert_="all")
-    trainer = make(strategy=strategy, callbacks=[recorder])
+    own = [] if cfg.callback is None else [instantiate(cfg.callback)]
+    trainer = make(strategy=strategy, callbacks=[recorder, *own])
     try:
         trainer.fit(instantiate(cfg.model), loader, data.val_dataloader())
     except StepError as error:  # how CyclicStrategy ends a training whose loss is NaN

@@ -117,6 +117,7 @@ def _run(
     chosen = _named(recipe.optimizers, optimizer, f"tasks.{task}.optimizers")
     arguments = dict(comparison.contenders.get(contender, {"strategy": contender}))
     own, strategy = arguments.pop("optimizer", {}), arguments.pop("strategy")
+    callback = arguments.pop("callback", None)
     updates = 1
     if (most := comparison.num_microbatches) is not None:
         cut = arguments.setdefault("num_microbatches", most)
@@ -126,6 +127,7 @@ def _run(
     OmegaConf.set_struct(cfg, False)
     cfg.seed = seed
     cfg.strategy = OmegaConf.merge(cfg.strategy, arguments)
+    cfg.callback = callback
     cfg.data.batch_size = _whole(cfg.data.batch_size, updates, "updates of a step's batch")
     lr = chosen.lr / updates if comparison.lr_rule == "per_sample" else chosen.lr
     cfg.model.optimizer = {**_unresolved(chosen), "lr": lr, **own, "_partial_": True}

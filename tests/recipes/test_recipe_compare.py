@@ -85,7 +85,8 @@ class TestRuns:
         assert "num_microbatches" not in runs["plain"].cfg.strategy
         assert runs["diloco_10"].cfg.strategy.preset.every == 10
         assert runs["int8_both"].cfg.strategy.compress == {"gradients": "int8", "weights": "int8"}
-        assert len(made) == len(runs) == 14
+        assert len(made) == len(runs) == 18
+        assert runs["low_rank_4"].cfg.callback.rank == 4
 
     def test_other_settings_go_to_every_run_and_limits_count_steps(self, plan):
         runs = plan("presets=[1f1b,spectrain]", "trainer.max_steps=6", "threads=2")
