@@ -1,6 +1,8 @@
 """Codecs as the command line names them, and about how fast they are.
 
-    bf16  fp16  fp32  int8  topk:0.01  dct:0.005  powersgd:4
+    bf16  fp16  fp32  int8  topk:0.01  dct:0.005  powersgd:4     of gradients
+    dct:0.01+topk:0.01  bf16+int8                                and of new weights
+    +topk:0.01                                                   of new weights alone
 
 Bytes are what the codec itself says, so torch is imported where one is named, and nowhere else.
 """
@@ -9,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import lightning_cyclic
 from lightning_cyclic.cli.arguments import explained
 from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS
-from lightning_cyclic.simulate import Coding, parse_bandwidth
+from lightning_cyclic.simulate import CodecCosts, Coding, parse_bandwidth
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.codecs.base import AbstractCodec
@@ -54,12 +55,15 @@ _OFFERED: Final = (
     ("int8", "what is below 1/254 of the largest of 256 neighbours becomes 0"),
     ("dct:0.01", "most of a gradient arrives many steps late"),
     ("powersgd:4", "what 4 ranks of a matrix lack arrives late"),
+    ("int8+int8", "as int8; changes of weights are rounded, the rest is in the next"),
+    ("dct:0.01+topk:0.01", "as dct:0.01; most of a change of weights arrives late, too"),
 )
 _SPELLED: Final = "bf16, fp16, fp32, int8, topk:DENSITY, dct:DENSITY, powersgd:RANK"
+_SPELLED_OF_WEIGHTS: Final = {"int8": "int8", "topk": "topk:DENSITY"}
 
 
 def parse_codec(text: str) -> Coding:
-    """Read a codec.
+    """Read a codec of gradients, behind a + one of new weights, or both.
 
     Raises:
         PlanError: there is no such codec, or it takes no such number.
@@ -67,22 +71,47 @@ def parse_codec(text: str) -> Coding:
     Example:
         >>> str(parse_codec("dct:0.005"))
         'Dct(density=0.005)'
+        >>> str(parse_codec("bf16+topk:0.01"))
+        '{"gradients": "bf16", "weights": TopK(density=0.01)}'
     """
+    gradients, plus, weights = text.partition("+")
+    return Coding(
+        gradients=_of_gradients(gradients) if gradients or not plus else None,
+        weights=_of_weights(weights, text) if plus else None,
+    )
+
+
+def _of_gradients(text: str) -> CodecCosts:
     name, colon, number = text.partition(":")
-    if name not in _RATES or bool(colon) != (name in _CLASSES):
+    if not _is_spelled(name, colon):
         raise PlanError(
             f"{text!r} is no codec; allowed: {_SPELLED}; write it like int8, topk:0.01 or "
-            "powersgd:4"
+            "powersgd:4, and with new weights, too, like int8+int8"
         )
     return _made(name, number)
 
 
-def _made(name: str, number: str) -> Coding:
+def _of_weights(text: str, whole: str) -> CodecCosts:
+    name, colon, number = text.partition(":")
+    if not _is_spelled(name, colon) or name not in _SPELLED_OF_WEIGHTS:
+        raise PlanError(
+            f"{text!r}, behind the + of {whole!r}, is no codec of new weights; allowed: "
+            f"{', '.join(_SPELLED_OF_WEIGHTS.values())}, which leave the rest to the next one; "
+            "write it like int8+int8 or dct:0.01+topk:0.01, and without gradients like +topk:0.01"
+        )
+    return _made(name, number)
+
+
+def _is_spelled(name: str, colon: str) -> bool:
+    return name in _RATES and bool(colon) == (name in _CLASSES)
+
+
+def _made(name: str, number: str) -> CodecCosts:
     rates = _RATES[name]
     given = _number(name, number) if name in _CLASSES else {}
     kind = _CLASSES[name].name if name in _CLASSES else name
     codec = _codec(kind, given)
-    return Coding(
+    return CodecCosts(
         kind=kind,
         numbers=given,
         num_bytes=_bytes_of_sums(name) if codec is None else codec.num_bytes,
@@ -127,20 +156,21 @@ def _number(name: str, number: str) -> dict[str, float]:
 
 def add_codec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--compress", type=explained(parse_codec), metavar="CODEC", help="what is sent of "
-        f"gradients: {_SPELLED} (default: all of them)",
+        "--compress", type=explained(parse_codec), metavar="CODEC[+CODEC]", help="what is "
+        f"sent of gradients: {_SPELLED}; and, behind a +, of new weights: "
+        f"{', '.join(_SPELLED_OF_WEIGHTS.values())} (default: all of both)",
     )  # fmt: skip
     parser.add_argument(
         "--encode-bandwidth", type=explained(parse_bandwidth), metavar="3GB/s", help="in "
-        "which a worker encodes gradients, and decodes them, beside its compute (default: about "
-        "what one thread of a CPU does with such a codec)",
+        "which a worker encodes gradients, and decodes them, beside its compute; and new weights, "
+        "in an update (default: about what one thread of a CPU does with such a codec)",
     )  # fmt: skip
 
 
 def coding_of(
     arguments: argparse.Namespace, presets: Iterable[str], *, of_pipelines: int
 ) -> Coding | None:
-    """Return what gradients are sent as, and refuse presets of which the strategy does.
+    """Return what is sent of gradients and weights, and refuse presets of which the strategy does.
 
     Args:
         arguments: those of :func:`add_codec`, and more.
@@ -154,21 +184,20 @@ def coding_of(
     if coding is None:
         if rate is not None:
             raise PlanError(
-                "--encode-bandwidth is of gradients that a codec makes smaller; allowed: with "
+                "--encode-bandwidth is of what a codec makes smaller; allowed: with "
                 "--compress; add --compress int8, or leave it out"
             )
         return None
     for preset in presets:
         _check(coding, preset, of_pipelines)
-    if rate is None:
-        return coding
-    return replace(coding, encode_bytes_per_s=rate, decode_bytes_per_s=rate)
+    return coding if rate is None else coding.at(rate)
 
 
 def _check(coding: Coding, preset: str, replicas: int) -> None:
     if preset not in PRESETS:  # which has an error of its own
         return
-    compress: Any = _codec(coding.kind, coding.numbers) or coding.kind
+    codecs = {what: _codec(x.kind, x.numbers) or x.kind for what, x in coding.parts()}
+    compress: Any = codecs["gradients"] if coding.weights is None else codecs
     try:
         if PLACEMENTS[PRESETS[preset].placement].runs_whole_micro:
             lightning_cyclic.CyclicStrategy(preset, compress=compress)

@@ -20,7 +20,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -338,10 +338,17 @@ def _simulate(arguments: argparse.Namespace) -> str:
     if arguments.json:
         return json.dumps(comparison.as_dict(), indent=2)
     text = table(comparison, colour=_has_colours())
-    if coding is None or not coding.has_memory:
-        return text
-    left = show_bytes(sum(costs.sent_sum_bytes))
-    return f"{text}\neach worker keeps {left} of what was not sent besides, which is not counted"
+    besides = " and ".join(_besides(coding, costs)) if coding is not None else ""
+    return (
+        f"{text}\neach worker keeps {besides} besides, which is not counted" if besides else text
+    )
+
+
+def _besides(coding: Coding, costs: Costs) -> Iterator[str]:
+    if coding.has_memory:
+        yield f"{show_bytes(sum(costs.sent_sum_bytes))} of what was not sent"
+    if coding.weights is not None:
+        yield f"{show_bytes(sum(costs.param_bytes))} of exact weights"
 
 
 def _network(arguments: argparse.Namespace) -> Network:

@@ -203,7 +203,7 @@ class Problem:
                 "units, each of another size; give one profile per size"
             )
 
-        if self.sparsity is not None and self.to_owners:
+        if self.sparsity is not None and self.needs_whole_micros:
             raise PlanError(
                 f"compress={self.coding} with sparsity={self.sparsity}, whose messages have kept "
                 "elements alone; allowed: one of them, or a dtype, in which sums travel; use "
@@ -221,18 +221,46 @@ class Problem:
         return self.coding is not None and self.coding.to_owners
 
     @property
+    def codes_weights(self) -> bool:
+        """Say whether new weights are sent as what they add to those that all workers have."""
+        return self.coding is not None and self.coding.weights is not None
+
+    @property
+    def needs_whole_micros(self) -> bool:
+        """Say whether its codec is for workers that run whole micro-batches alone."""
+        return self.to_owners or self.codes_weights
+
+    @property
+    def param_bytes(self) -> float:
+        """Return the bytes of all parameters; what units share counts once."""
+        tied = sum(tie.bytes * (len(tie.units) - 1) for tie in self.profiles[0].ties)
+        return sum(unit.param_bytes for unit in self.profiles[0].units) - tied
+
+    @property
     def left_bytes(self) -> float:
         """Return what each worker keeps of gradients that it has not sent, in float32."""
         if self.coding is None or not self.coding.has_memory:
             return 0.0
-        tied = sum(tie.bytes * (len(tie.units) - 1) for tie in self.profiles[0].ties)
-        params = sum(unit.param_bytes for unit in self.profiles[0].units) - tied
-        return params * self.states.sums
+        return self.param_bytes * self.states.sums
+
+    @property
+    def exact_bytes(self) -> float:
+        """Return what new weights of a codec take besides, on each worker.
+
+        Who owns a stage has its exact weights beside those that all have; all others have the
+        newest version to which the next one adds.
+        """
+        return self.param_bytes * self.codes_weights
+
+    @property
+    def besides_bytes(self) -> float:
+        """Return what codecs keep on each worker, beside all that a plan counts."""
+        return self.left_bytes + self.exact_bytes
 
     @property
     def room_bytes(self) -> float:
         """Return what a worker has for all that a plan counts."""
-        return self.memory_bytes - self.left_bytes
+        return self.memory_bytes - self.besides_bytes
 
     def costs(self, stages: Stages, *, remat: bool = False) -> Costs:
         """Return what stages cost, with what is sent of their gradients."""
@@ -349,9 +377,11 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     """
     for preset in problem.presets:
         placement = PLACEMENTS[PRESETS[preset].placement]
+        if problem.codes_weights and SHARDINGS[PRESETS[preset].sharding].gathers:
+            continue  # no worker has all weights, to which a change could be added
         if placement.runs_whole_micro:
             yield from _replicated(problem, preset)
-        elif problem.to_owners:
+        elif problem.needs_whole_micros:
             continue
         elif PRESETS[preset].placement == "shared":
             yield from _pipelines(problem, preset, 1, Shared.fewest_stages(problem.num_workers))

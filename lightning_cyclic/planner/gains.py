@@ -1,6 +1,6 @@
 """What sending less would gain, where the network is what the first plan waits for.
 
-Codecs of gradients and local steps train something else, so no search chooses them: here they are
+Codecs and local steps train something else, so no search chooses them: here they are
 only simulated, on the same workers and links, beside the plan that was found.
 """
 
@@ -58,14 +58,16 @@ def told(ranking: Ranking, codings: Callable[[], Iterable[tuple[Coding, str]]]) 
     found = gains(plan, problem, codings)
     if not found:
         return ""
-    width = max(len(gain.strategy) for gain in found)
-    rows = (f"  {show_seconds(x.step_s):>8}  {x.strategy:{width}}  {x.risk}" for x in found)
+    rows = (
+        f"  {show_seconds(gain.step_s):>8}  {gain.strategy}\n{'':12}{gain.risk}" for gain in found
+    )
     return "\n".join([
         f"plan 1 waits for the network: without messages its step would take "
         f"{show_seconds(alone_s)}. What",
         "sends less trains something else, so it is never chosen here; its step would take",
         *rows,
-        "Compare a short run with one without; --compress int8 plans with such a codec.",
+        "Compare a short run with one without; --compress int8, or int8+int8 of new weights, too,",
+        "plans with such a codec.",
     ])  # fmt: skip
 
 
@@ -87,18 +89,24 @@ def gains(
     if not presets or problem.sparsity is not None or problem.coding is not None:
         return []
     whole = replace(problem, presets=presets[:1], remats=(False,), disk_bytes_per_s=None)
-    found = [*_of_local_steps(whole)]
-    if _weights_s(whole) * WAITS < plan.step_s:  # of which no codec makes less
-        found = [*_of_codecs(whole, codings()), *found]
+    codecs = [
+        (coding, risk)
+        for coding, risk in codings()
+        if _weights_s(replace(whole, coding=coding)) * WAITS < plan.step_s
+    ]
+    found = [*_of_codecs(whole, codecs), *_of_local_steps(whole)]
     return [x for x in found if x.step_s * WAITS < plan.step_s]
 
 
 def _weights_s(problem: Problem) -> float:
-    """Return for how long some port is busy with new weights alone."""
-    size = sum(unit.param_bytes for unit in problem.profiles[0].units)
-    tied = sum(tie.bytes * (len(tie.units) - 1) for tie in problem.profiles[0].ties)
+    """Return for how long some port is busy with new weights alone, as they are sent.
+
+    However fine stages are: a codec sends no more of parameters that are one than of several.
+    """
+    profile = problem.profiles[0]
+    costs = problem.costs(Stages.of(profile, [0], together=True))
     share = (problem.num_workers - 1) / problem.num_workers
-    return quickest(problem.ring_network).transfer_s(share * (size - tied))
+    return quickest(problem.ring_network).transfer_s(share * sum(costs.sent_param_bytes))
 
 
 def _runs_whole(preset: str) -> bool:

@@ -317,7 +317,7 @@ class _Search:
         near = min(self._least(), key=lambda fit: fit.memory_bytes, default=None)
         if near is None:
             return self._refusal() or self._no_candidate()
-        c, least = near.candidate, ceil(near.memory_bytes + problem.left_bytes)
+        c, least = near.candidate, ceil(near.memory_bytes + problem.besides_bytes)
         return PlanError(
             f"no plan fits into memory_bytes={problem.memory_bytes:.0f} "
             f"({show_bytes(problem.memory_bytes)}) per worker; allowed: "
@@ -380,14 +380,13 @@ class _Search:
         """Return for how long some port is busy where all workers hold all stages.
 
         Each parameter's gradient travels N-1 times until it is whole, and its new value as often;
-        of what a codec makes of the former nothing is claimed.
+        of what codecs make of them nothing is claimed.
         """
         problem = self._problem
-        tied = sum(tie.bytes * (len(tie.units) - 1) for tie in problem.profiles[0].ties)
-        size = sum(unit.param_bytes for unit in problem.profiles[0].units) - tied
-        both = 2 if problem.coding is None else 1
-        share = both * (problem.num_workers - 1) / problem.num_workers
-        return quickest(problem.ring_network).transfer_s(share * size * problem.states.kept)
+        whole = 2 if problem.coding is None else 2 - len(list(problem.coding.parts()))
+        share = whole * (problem.num_workers - 1) / problem.num_workers
+        size = problem.param_bytes * problem.states.kept
+        return quickest(problem.ring_network).transfer_s(share * size)
 
     def _fit(self, candidate: Candidate, time_s: float) -> None:
         try:

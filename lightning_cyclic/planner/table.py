@@ -13,7 +13,7 @@ from lightning_cyclic.planner.candidates import Problem
 from lightning_cyclic.planner.ring import ALIKE
 from lightning_cyclic.planner.search import RankedPlan, Ranking
 from lightning_cyclic.planner.stages import Stages
-from lightning_cyclic.simulate.coding import Coding
+from lightning_cyclic.simulate.coding import CodecCosts, Coding
 from lightning_cyclic.simulate.compare import memory_of_lockstep
 from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep
 from lightning_cyclic.simulate.memory import Memory
@@ -147,8 +147,8 @@ def _notes(ranking: Ranking) -> Iterator[str]:
     fullest = max(ranking.plans[0].fit.memory, key=lambda worker: worker.total)
     most = max(program_of(ranking.plans[0].fit.plan).communicators.values(), default=0)
     text = f"its fullest worker keeps {_parts(fullest)}"
-    if left := ranking.problem.left_bytes:
-        text += f"; and {show_bytes(left)} of what gradients left, which memory above lacks"
+    if besides := " and ".join(_besides(ranking.problem)):
+        text += f"; and {besides}, which memory above lacks"
     text += f"; on GPUs a worker is in {most} NCCL communicators at most" if most else ""
     yield from wrap(text, _WIDTH - 1, initial_indent="   ", subsequent_indent="   ")
 
@@ -164,6 +164,14 @@ def _beside(ranking: Ranking) -> Iterator[str]:
         )
         if ddp.samples_per_s * ALIKE >= ranking.plans[0].samples_per_s:
             yield 'which is as fast as plan 1, or faster: use Trainer(strategy="ddp")'
+
+
+def _besides(problem: Problem) -> Iterator[str]:
+    """Yield what codecs keep on each worker."""
+    if left := problem.left_bytes:
+        yield f"{show_bytes(left)} of what gradients left"
+    if exact := problem.exact_bytes:
+        yield f"{show_bytes(exact)} of exact weights"
 
 
 def _parts(memory: Memory) -> str:
@@ -194,7 +202,7 @@ def arguments_of(plan: RankedPlan) -> dict[str, Any]:
 
 
 def codec_of(plan: RankedPlan, problem: Problem) -> Coding | None:
-    """Return what a plan sends of gradients; None where it sends all, or none at all."""
+    """Return what makes messages smaller; None where no gradients and new weights are sent."""
     candidate = plan.fit.candidate
     sends = candidate.runs_whole_micro or candidate.replicas > 1
     return problem.coding if sends or plan.fit.plan.axes.placement.takes_turns else None
@@ -221,9 +229,15 @@ def as_config(plan: RankedPlan, problem: Problem, layout: str) -> dict[str, Any]
     """
     arguments = arguments_of(plan)
     if (coding := codec_of(plan, problem)) is not None:
-        made = _made(coding.kind, dict(coding.numbers), layout)
-        arguments["compress"] = made if coding.numbers else coding.kind
+        codecs = {what: _codec(codec, layout) for what, codec in coding.parts()}
+        arguments["compress"] = codecs["gradients"] if coding.weights is None else codecs
+    if layout == "hydra":  # lists and mappings are to be plain ones
+        arguments = {"_convert_": "all", **arguments}
     return _made(_door(plan), arguments, layout)
+
+
+def _codec(codec: CodecCosts, layout: str) -> str | dict[str, Any]:
+    return _made(codec.kind, dict(codec.numbers), layout) if codec.numbers else codec.kind
 
 
 def _made(name: str, arguments: dict[str, Any], layout: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The simulator: what a plan costs in seconds, bytes, messages and memory, without running it."""
 
 from lightning_cyclic.simulate.account import Account, WorkerAccount, account
-from lightning_cyclic.simulate.coding import Coding
+from lightning_cyclic.simulate.coding import CodecCosts, Coding
 from lightning_cyclic.simulate.compare import Comparison, Figures, compare, table
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import Event, Result, simulate
@@ -18,6 +18,7 @@ from lightning_cyclic.simulate.units import (
 
 __all__ = [
     "Account",
+    "CodecCosts",
     "Coding",
     "Comparison",
     "Costs",

@@ -1,9 +1,9 @@
-"""What a codec of gradients costs, as plans see it: bytes, seconds, and the way that they take."""
+"""What codecs of gradients and of new weights cost, as plans see it: bytes, seconds, and ways."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import final
 
@@ -12,7 +12,7 @@ from lightning_cyclic.simulate.costs import Costs
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Coding:
+class CodecCosts:
     """Hold what a codec costs.
 
     Args:
@@ -21,16 +21,13 @@ class Coding:
         num_bytes: elements of float32 -> bytes that are sent of them.
         encode_bytes_per_s: of float32, on each worker. [in no time]
         decode_bytes_per_s: of float32 that is decoded. [in no time]
-        to_owners: whether it encodes the gradient of each worker, which goes straight to the
-            owner of its stage; else sums, which travel from worker to worker. [True]
-        has_memory: whether each worker keeps what it did not send. [False]
+        to_owners: of gradients, whether it encodes that of each worker, which goes straight to
+            the owner of its stage; else sums, which travel from worker to worker. [True]
+        has_memory: of gradients, whether each worker keeps what it did not send. [False]
 
     Example:
-        >>> half = Coding(kind="bf16", num_bytes=lambda n: 2 * n, to_owners=False)
-        >>> half.of(Costs.even(1, model_bytes=8.0)).sent_sum_bytes
-        (4,)
-        >>> str(half), str(Coding(kind="TopK", numbers={"density": 0.01}, num_bytes=len))
-        ('"bf16"', 'TopK(density=0.01)')
+        >>> str(CodecCosts(kind="TopK", numbers={"density": 0.01}, num_bytes=len))
+        'TopK(density=0.01)'
     """
 
     kind: str
@@ -41,15 +38,77 @@ class Coding:
     to_owners: bool = True
     has_memory: bool = False
 
-    def of(self, costs: Costs) -> Costs:
-        """Return what stages cost with it."""
-        return costs.compressed(
-            self.num_bytes,
-            encode_bytes_per_s=self.encode_bytes_per_s,
-            decode_bytes_per_s=self.decode_bytes_per_s,
-        )
+    def at(self, bytes_per_s: float) -> CodecCosts:
+        """Return the same, encoded and decoded in another bandwidth."""
+        return replace(self, encode_bytes_per_s=bytes_per_s, decode_bytes_per_s=bytes_per_s)
 
     def __str__(self) -> str:
         """Write it as ``compress=`` takes it."""
         given = ", ".join(f"{name}={value!r}" for name, value in self.numbers.items())
         return f"{self.kind}({given})" if self.numbers else f'"{self.kind}"'
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Coding:
+    """Hold what makes messages of a plan smaller.
+
+    Args:
+        gradients: of gradients, or of sums of them. [they are sent as they are]
+        weights: of new weights. [they are sent as they are]
+
+    Example:
+        >>> half = CodecCosts(kind="bf16", num_bytes=lambda n: 2 * n, to_owners=False)
+        >>> small = CodecCosts(kind="int8", num_bytes=lambda n: n)
+        >>> both = Coding(gradients=half, weights=small)
+        >>> costs = both.of(Costs.even(1, model_bytes=8.0))
+        >>> costs.sent_sum_bytes, costs.sent_param_bytes
+        ((4,), (2,))
+        >>> str(Coding(gradients=half)), str(both)
+        ('"bf16"', '{"gradients": "bf16", "weights": "int8"}')
+    """
+
+    gradients: CodecCosts | None = None
+    weights: CodecCosts | None = None
+
+    @property
+    def to_owners(self) -> bool:
+        """Say whether the gradient of each worker goes straight to the owner of its stage."""
+        return self.gradients is not None and self.gradients.to_owners
+
+    @property
+    def has_memory(self) -> bool:
+        """Say whether each worker keeps what it did not send of gradients."""
+        return self.gradients is not None and self.gradients.has_memory
+
+    def of(self, costs: Costs) -> Costs:
+        """Return what stages cost with it."""
+        if (weights := self.weights) is not None:
+            costs = costs.compressed(
+                weights=weights.num_bytes,
+                encode_bytes_per_s=weights.encode_bytes_per_s,
+                decode_bytes_per_s=weights.decode_bytes_per_s,
+            )
+        if (gradients := self.gradients) is not None:
+            costs = costs.compressed(
+                gradients.num_bytes,
+                encode_bytes_per_s=gradients.encode_bytes_per_s,
+                decode_bytes_per_s=gradients.decode_bytes_per_s,
+            )
+        return costs
+
+    def at(self, bytes_per_s: float) -> Coding:
+        """Return the same, encoded and decoded in another bandwidth."""
+        return Coding(**{what: codec.at(bytes_per_s) for what, codec in self.parts()})
+
+    def parts(self) -> Iterator[tuple[str, CodecCosts]]:
+        """Yield what is made smaller, as ``compress=`` names it, and by which codec."""
+        for what, codec in (("gradients", self.gradients), ("weights", self.weights)):
+            if codec is not None:
+                yield what, codec
+
+    def __str__(self) -> str:
+        """Write it as ``compress=`` takes it; a single value is of gradients."""
+        if self.weights is None:
+            return str(self.gradients)
+        return "{" + ", ".join(f'"{what}": {codec}' for what, codec in self.parts()) + "}"

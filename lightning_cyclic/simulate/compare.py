@@ -261,11 +261,17 @@ def _assumptions(costs: Costs) -> Iterator[str]:
         f"{_each(costs.backward_s, show_seconds)} backward, "
         f"{_each(costs.update_s, show_seconds)} per update"
     )
-    if costs.sent_sum_bytes != costs.sent_param_bytes:
+    sums = costs.sent_sum_bytes
+    if costs.codes or sums not in (costs.param_bytes, costs.sent_param_bytes):
         yield (
             f"assumed codec: {_each(costs.sent_sum_bytes, show_bytes)} per stage of a gradient, "
             f"{_each(costs.encode_s, show_seconds)} to encode, "
             f"{_each(costs.decode_s, show_seconds)} to decode"
+        )
+    if any(costs.publish_s):
+        yield (
+            f"assumed codec: {_each(costs.sent_param_bytes, show_bytes)} per stage of new "
+            f"weights, {_each(costs.publish_s, show_seconds)} of an update to encode them"
         )
 
 

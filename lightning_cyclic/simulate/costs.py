@@ -22,8 +22,8 @@ FIRST_HALF = 0.5  # of a backward that is split: one of those products is for th
 
 
 _NONE_BY_DEFAULT = (
-    "update_s", "moved_s", "put_away_s", "encode_s", "decode_s", "cut_bytes", "buffer_bytes",
-    "tied_bytes", "activation_bytes",
+    "update_s", "moved_s", "put_away_s", "encode_s", "decode_s", "publish_s", "cut_bytes",
+    "buffer_bytes", "tied_bytes", "activation_bytes",
 )  # fmt: skip
 
 
@@ -111,6 +111,8 @@ class Costs:
         encode_s: seconds in which a gradient, or a sum, is made what is sent of it; none by
             default.
         decode_s: seconds in which that is made a gradient again; none by default.
+        publish_s: seconds of an update in which new weights are made what is sent of them, and
+            that is decoded, as its owner computes with it, too; none by default.
         cut_bytes: bytes of the activations that enter the stage, for one micro-batch; of stage
             0, of the batch, which is not sent.
         buffer_bytes: bytes of the buffers that are relayed (BatchNorm statistics).
@@ -133,6 +135,7 @@ class Costs:
     put_away_s: tuple[float, ...] = ()
     encode_s: tuple[float, ...] = ()
     decode_s: tuple[float, ...] = ()
+    publish_s: tuple[float, ...] = ()
     cut_bytes: tuple[float, ...] = ()
     buffer_bytes: tuple[float, ...] = ()
     tied_bytes: tuple[float, ...] = ()
@@ -212,9 +215,9 @@ class Costs:
             weights: the same of new weights. [all]
             activations: elements of float32 at a cut -> bytes that are sent of them forward, and
                 of their gradients backward. [all]
-            encode_bytes_per_s: of gradients of float32, on each worker, beside its compute. [in
-                no time]
-            decode_bytes_per_s: of those that are decoded. [in no time]
+            encode_bytes_per_s: of what is float32: of gradients on each worker, beside its
+                compute, of new weights on their owner, in its update. [in no time]
+            decode_bytes_per_s: of what is decoded there. [in no time]
 
         Example:
             >>> costs = Costs.even(2, model_bytes=800.0)
@@ -237,8 +240,15 @@ class Costs:
                 decode_s=tuple(size / decode_bytes_per_s for size in wide),
             )
         if weights is not None:
-            sent = tuple(map(weights, map(_elements, self.sent_param_bytes)))
-            made = replace(made, sent_param_bytes=sent)
+            # sums tell elements of parameters in a lower precision, unless they are small already
+            wide = tuple(map(max, self.sent_param_bytes, self.sent_sum_bytes))
+            made = replace(
+                made,
+                sent_param_bytes=tuple(map(weights, map(_elements, wide))),
+                publish_s=tuple(
+                    size / encode_bytes_per_s + size / decode_bytes_per_s for size in wide
+                ),
+            )
         if activations is not None:
             each = [activations(_elements(size)) for size in self.cut_bytes]
             forward, backward = (tuple(x[k] for x in each) for k in range(2))
@@ -282,7 +292,8 @@ class Costs:
         if action.kind in (Kind.FETCH, Kind.EVICT):
             of_graph = action.payload is Payload.A
             return (self.put_away_s if of_graph else self.moved_s)[action.j]
-        return self.update_s[action.j] if action.kind is Kind.UPDATE else 0.0
+        is_update = action.kind is Kind.UPDATE
+        return self.update_s[action.j] + self.publish_s[action.j] if is_update else 0.0
 
     def message_bytes(self, action: Action) -> float:
         if action.payload is Payload.A:

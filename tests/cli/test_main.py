@@ -169,6 +169,37 @@ def test_simulate_counts_what_a_codec_sends(capsys, codec, of_a_stage):
     assert coded["lockstep"] == plain["lockstep"]
 
 
+@pytest.mark.parametrize(
+    ("codec", "of_gradients", "of_weights"),
+    [("dct:0.01+topk:0.01", 2e5, 2e5), ("bf16+int8", 5e6, 9766 * 260), ("+topk:0.01", 1e7, 2e5)],
+)
+def test_simulate_counts_what_a_codec_sends_of_new_weights(
+    capsys, codec, of_gradients, of_weights
+):
+    given = "simulate", "cyclic_dp", "--workers", "8", "--bandwidth", "100Mbit/s", "--json"
+    size, fast = ("--model-bytes", "80MB"), ("--encode-bandwidth", "1TB/s")
+    gradients = codec.partition("+")[0]
+    alone = ["--compress", gradients, *fast] if gradients else []
+    without = json.loads(run(capsys, *given, *size, *alone)[1])
+    coded = json.loads(run(capsys, *given, *size, "--compress", codec, *fast)[1])
+    assert coded["costs"]["sent_sum_bytes"] == [of_gradients] * 8
+    assert coded["costs"]["sent_param_bytes"] == [of_weights] * 8
+    assert without["costs"]["sent_param_bytes"] == without["costs"]["param_bytes"] == [1e7] * 8
+    assert coded["plan"]["step_s"] < 0.7 * without["plan"]["step_s"]
+    assert coded["lockstep"] == without["lockstep"]
+
+
+def test_new_weights_are_encoded_in_the_update_of_their_owner(capsys):
+    given = "simulate", "lockstep_dp", "--workers", "2", "--compress", "+int8", "--json"
+    slow = json.loads(run(capsys, *given, "--encode-bandwidth", "10MB/s")[1])
+    assert slow["costs"]["publish_s"] == [10.0, 10.0]  # 50 MB, encoded and decoded
+    assert max(slow["costs"]["encode_s"] + slow["costs"]["update_s"]) == 0
+    usual = json.loads(run(capsys, *given)[1])
+    assert 0 < max(usual["costs"]["publish_s"]) < 1
+    assert slow["plan"]["step_s"] > usual["plan"]["step_s"] + 9
+    assert slow["lockstep"] == usual["lockstep"]
+
+
 def test_simulate_knows_how_fast_gradients_are_encoded(capsys):
     given = "simulate", "lockstep_dp", "--workers", "2", "--compress", "dct:0.01", "--json"
     slow = json.loads(run(capsys, *given, "--encode-bandwidth", "10MB/s")[1])
@@ -184,6 +215,14 @@ def test_simulate_says_what_a_codec_is_taken_for(capsys):
     assert "each worker keeps 100 MB of what was not sent besides, which is not counted" in out
     out = run(capsys, "simulate", "cyclic_dp", "--workers", "2", "--compress", "int8")[1]
     assert "each worker keeps" not in out
+    given = "simulate", "cyclic_dp", "--workers", "2", "--compress"
+    out = run(capsys, *given, "dct:0.01+topk:0.01")[1]
+    assert "assumed codec: 1 MB per stage of a gradient, " in out
+    assert "assumed codec: 1 MB per stage of new weights, " in out
+    assert "keeps 100 MB of what was not sent and 100 MB of exact weights besides, which" in out
+    out = run(capsys, *given, "+int8")[1]
+    assert "of a gradient" not in out
+    assert "each worker keeps 100 MB of exact weights besides, which is not counted" in out
 
 
 def test_simulate_knows_hosts_of_several_workers(capsys):
@@ -247,7 +286,29 @@ def test_simulate_knows_hosts_of_several_workers(capsys):
             "simulate cyclic_dp --workers 2 --encode-bandwidth 1GB/s",
             ["--encode-bandwidth", "add --compress int8"],
         ),
-        ("simulate diloco --workers 2 --compress int8", ["which no codec takes yet"]),
+        (
+            "simulate cyclic_dp --workers 2 --compress int8+dct:0.01",
+            [
+                "'dct:0.01', behind the + of 'int8+dct:0.01', is no codec of new weights;",
+                "allowed: int8, topk:DENSITY, ",
+                "like int8+int8 or ",
+            ],
+        ),
+        ("simulate cyclic_dp --workers 2 --compress int8+", ["'', behind the + of 'int8+'"]),
+        ("simulate cyclic_dp --workers 2 --compress +topk", ["'topk', behind the + of '+topk'"]),
+        ("simulate cyclic_dp --workers 2 --compress foo+int8", ["'foo' is no codec; allowed: bf"]),
+        ("simulate cyclic_dp --workers 2 --compress +topk:2", ["density=2.0", "use density"]),
+        *(
+            (
+                f"simulate {preset} --workers 2 --compress int8+int8",
+                [f"preset {preset!r}, ", parts],
+            )
+            for preset, parts in [
+                ("cyclic_zero", "do not all have the weights"),
+                ("diloco", "do not all have the weights"),
+                ("1f1b", "of their own stages"),
+            ]
+        ),
         ("simulate 1f1b --workers 2 --compress topk:0.1", ["of their own stages"]),
         ("simulate 1f1b --workers 2 --compress bf16", ["use replicas=2"]),
         ("simulate cyclic --workers 2 --compress bf16", ["preset 'cyclic' is unknown"]),

@@ -74,6 +74,9 @@ def test_a_plan_under_a_codec_and_what_codecs_would_gain(capsys, file):
     out = run(capsys, *given, "--preset", "cyclic_dp")[1]
     assert "plan 1 waits for the network" in out
     assert 'CyclicStrategy("cyclic_dp", compress=Dct(density=0.01))' in out
+    weights = '{"gradients": Dct(density=0.01), "weights": TopK(density=0.01)}'
+    assert f'CyclicStrategy("cyclic_dp", compress={weights})' in out
+    assert 'compress={"gradients": "int8", "weights": "int8"})' in out
     assert "compress" not in out.partition("plan 1 waits")[0]
     coded = run(capsys, *given, "--compress", "topk:0.01", "--json")[1]
     plans = json.loads(coded)
@@ -84,6 +87,9 @@ def test_a_plan_under_a_codec_and_what_codecs_would_gain(capsys, file):
         "lockstep_dp",
     }
     assert plans[0]["strategy"].endswith(", compress=TopK(density=0.01))")
+    both = json.loads(run(capsys, *given, "--compress", "topk:0.01+topk:0.01", "--json")[1])
+    assert {p["preset"] for p in both} <= {"cyclic_dp", "cyclic_dp_v1", "lockstep_dp"}
+    assert both[0]["step_s"] < 0.5 * plans[0]["step_s"]
     slow = run(capsys, *given, "--compress", "topk:0.01", "--json", "--encode-bandwidth", "1MB/s")
     assert json.loads(slow[1])[0]["step_s"] > plans[0]["step_s"] + 1
 
@@ -152,33 +158,36 @@ def test_errors_are_one_line_and_exit_status_two(capsys, file, tmp_path, argumen
 
 
 PIPELINE = "plan", "net.json", "--workers", "2", "--memory", "1GB", "--preset", "1f1b"
+CODED = (*PIPELINE[:-1], "cyclic_dp", "--compress", "int8+topk:0.01")
 
 
 @pytest.mark.filterwarnings("ignore")  # of LightningCLI and jsonargparse
-def test_lightning_cli_takes_the_strategy_that_is_saved(capsys, file, monkeypatch):
+@pytest.mark.parametrize("given", [PIPELINE, CODED])
+def test_lightning_cli_takes_the_strategy_that_is_saved(capsys, file, monkeypatch, given):
     from lightning.pytorch import LightningModule
     from lightning.pytorch.cli import LightningCLI
 
-    status, out, _ = run(capsys, *PIPELINE, "--save", "strategy.yaml")
+    status, out, _ = run(capsys, *given, "--save", "strategy.yaml")
     assert status == 0
     assert "--trainer.strategy strategy.yaml" in out
     monkeypatch.setattr(sys, "argv", ["train.py"])
     options = ["accelerator=cpu", "devices=1", "logger=false", "enable_checkpointing=false"]
-    given = ["--trainer.strategy", "strategy.yaml", *(f"--trainer.{x}" for x in options)]
-    cli = LightningCLI(LightningModule, args=given, run=False, seed_everything_default=False)
+    args = ["--trainer.strategy", "strategy.yaml", *(f"--trainer.{x}" for x in options)]
+    cli = LightningCLI(LightningModule, args=args, run=False, seed_everything_default=False)
     assert_is_printed(cli.trainer.strategy, out)
 
 
-def test_hydra_instantiates_the_strategy_that_is_saved(capsys, file):
+@pytest.mark.parametrize("given", [PIPELINE, CODED])
+def test_hydra_instantiates_the_strategy_that_is_saved(capsys, file, given):
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
-    status, out, _ = run(capsys, *PIPELINE, "--save", "a.yaml", "--layout", "hydra")
+    status, out, _ = run(capsys, *given, "--save", "a.yaml", "--layout", "hydra")
     assert status == 0
     assert_is_printed(instantiate(OmegaConf.load("a.yaml")), out)
 
 
-DOORS = ("CyclicStrategy", "PipelineStrategy")
+DOORS = ("CyclicStrategy", "PipelineStrategy", "TopK")
 
 
 def assert_is_printed(strategy, out):

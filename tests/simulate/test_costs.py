@@ -105,10 +105,22 @@ def test_sums_that_travel_are_rounded_where_they_are_sent():
     assert costs.sent_sum_bytes == (4.0,)
 
 
+def test_each_codec_is_counted_whichever_is_first():
+    costs = Costs.even(1, model_bytes=4000.0)
+    one = costs.compressed(lambda n: n).compressed(weights=lambda n: n / 2)
+    other = costs.compressed(lambda n: n, weights=lambda n: n / 2)
+    assert one == other
+    assert one.sent_param_bytes == (500.0,)
+
+
 def test_elements_are_those_of_sums_in_float32():
     half = {"forward_s": (1.0,), "backward_s": (1.0,), "param_bytes": (2000.0,)}
     costs = Costs(**half, sent_sum_bytes=(4000.0,))  # of parameters in bfloat16
     assert costs.compressed(lambda n: n).sent_sum_bytes == (1000.0,)
+    small = costs.compressed(weights=lambda n: n, encode_bytes_per_s=4.0, decode_bytes_per_s=8.0)
+    assert small.sent_param_bytes == (1000.0,)
+    assert small.compute_s(parse("0UPDATE@1#0")) == 1500.0
+    assert small.sent_sum_bytes == costs.sent_sum_bytes
 
 
 def test_even_stages_sum_up_to_the_model():
