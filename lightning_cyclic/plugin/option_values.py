@@ -117,7 +117,7 @@ CHECKS: Final[Mapping[str, Check]] = {
         "None; or a mapping of these for 'gradients', for 'weights' of "
         f"{', '.join(map(repr, NAMES_OF_WEIGHTS))}, and for 'activations' of "
         f"{', '.join(map(repr, NAMES_OF_ACTIVATIONS))}, or a codec",
-        "'bf16', or compress={'gradients': 'int8', 'weights': 'int8'}",
+        "'bf16'",
     ),
     "bandwidth": Check(
         lambda given: given is None or bandwidth_of(given) > 0,

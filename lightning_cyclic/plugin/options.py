@@ -26,6 +26,7 @@ from lightning_cyclic.plan.presets import (
 from lightning_cyclic.plan.weights import LocalSteps
 from lightning_cyclic.planner.candidates import DEFAULT_BANDWIDTH, DEFAULT_LATENCY
 from lightning_cyclic.plugin.checks import check_plan, is_stagewise
+from lightning_cyclic.plugin.codec_checks import check_crossing_codec
 from lightning_cyclic.plugin.option_values import (
     Checkpointing,
     Clipping,
@@ -176,6 +177,12 @@ def _check_codec(options: Options, plan: Plan) -> None:
             "their own"
         )
     assert codec is not None
+    if codec.names is not None and plan.axes.weights.is_local:
+        raise ConfigurationError(
+            f"compress={codec!r} with preset {options.preset!r}, whose workers send how their "
+            "weights have changed, not what a backward makes; allowed: codecs of any tensor; use "
+            "compress=PowerSgd(rank=4), or preset='lockstep_dp'"
+        )
     if codec.has_memory and (options.disk is not None or options.moves_state):
         raise ConfigurationError(
             f"compress={codec!r} with memory_limit_bytes={options.memory_limit_bytes}, by which "
@@ -203,25 +210,6 @@ def _check_weight_codec(options: Options, plan: Plan) -> None:
             f"{what} with memory_limit_bytes={options.memory_limit_bytes}, by which optimizer "
             "state comes and goes, and which does not count exact weights beside those that are "
             "sent; allowed: one of them; leave one out"
-        )
-
-
-def _check_crossing_codec(options: Options) -> None:
-    """Refuse a codec of activations where none cross from stage to stage."""
-    given = options.compressed("activations")
-    crossing_codec_of(given)  # which refuses those of gradients alone
-    if not options.cuts_steps:
-        raise ConfigurationError(
-            f"compress={{'activations': {given!r}}} with preset {options.preset!r}, whose workers "
-            "run whole micro-batches, so that no activations are sent; allowed: presets of "
-            "PipelineStrategy; use PipelineStrategy('1f1b', "
-            f"compress={{'activations': {given!r}}}), or leave it out"
-        )
-    if options.given_stages == 1:
-        raise ConfigurationError(
-            f"compress={{'activations': {given!r}}} with stages={options.stages!r}, one stage, "
-            "from which nothing crosses to another; allowed: two or more; use stages=2, or leave "
-            "it out"
         )
 
 
@@ -282,7 +270,13 @@ class Options:
         if self.weight_codec is not None:
             _check_weight_codec(self, probe)
         if self.compressed("activations") is not None:
-            _check_crossing_codec(self)
+            check_crossing_codec(
+                self.compressed("activations"),
+                self.preset,
+                self.stages,
+                cuts_steps=self.cuts_steps,
+                is_one=self.given_stages == 1,
+            )
         if self.activation_checkpointing == "optimal":
             _check_optimal(self, probe)
         if self.disk is not None and is_stagewise(probe):
