@@ -348,7 +348,7 @@ def _besides(coding: Coding, costs: Costs) -> Iterator[str]:
     if coding.has_memory:
         yield f"{show_bytes(sum(costs.sent_sum_bytes))} of what was not sent"
     if coding.weights is not None:
-        yield f"{show_bytes(sum(costs.param_bytes))} of exact weights"
+        yield f"{show_bytes(sum(costs.param_bytes))} for new weights"
 
 
 def _network(arguments: argparse.Namespace) -> Network:

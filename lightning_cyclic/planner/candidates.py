@@ -244,10 +244,10 @@ class Problem:
         return self.param_bytes * self.states.sums
 
     @property
-    def exact_bytes(self) -> float:
+    def versions_bytes(self) -> float:
         """Return what new weights of a codec take besides, on each worker.
 
-        Who owns a stage has its exact weights beside those that all have; all others have the
+        Who owns a stage has what its weights lack beside those that all have; all others have the
         newest version to which the next one adds.
         """
         return self.param_bytes * self.codes_weights
@@ -255,7 +255,7 @@ class Problem:
     @property
     def besides_bytes(self) -> float:
         """Return what codecs keep on each worker, beside all that a plan counts."""
-        return self.left_bytes + self.exact_bytes
+        return self.left_bytes + self.versions_bytes
 
     @property
     def room_bytes(self) -> float:

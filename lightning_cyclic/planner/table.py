@@ -170,8 +170,8 @@ def _besides(problem: Problem) -> Iterator[str]:
     """Yield what codecs keep on each worker."""
     if left := problem.left_bytes:
         yield f"{show_bytes(left)} of what gradients left"
-    if exact := problem.exact_bytes:
-        yield f"{show_bytes(exact)} of exact weights"
+    if versions := problem.versions_bytes:
+        yield f"{show_bytes(versions)} for new weights"
 
 
 def _parts(memory: Memory) -> str:

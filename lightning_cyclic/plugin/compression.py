@@ -15,7 +15,7 @@ from lightning_cyclic.runtime.codecs.base import AbstractCodec
 from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.codecs.weights import CodedWeights
 
-_EXACT = "exact_weights"
+_LEFT = "left_of_weights"
 
 
 def check_codec(trainer: Trainer, codec: AbstractCodec, *, accumulates: bool) -> None:
@@ -76,24 +76,24 @@ def state_of(codes: Codes | None) -> dict[str, Any]:
     return {"codec": {"name": repr(codes.codec), "workers": states}}
 
 
-def exact_of(
+def left_of(
     weights: CodedWeights | None, named: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
-    """Return what a checkpoint keeps of a worker's exact weights."""
-    return {} if weights is None else {_EXACT: weights.state(named)}
+    """Return what a checkpoint keeps of what the weights lack that a worker sends."""
+    return {} if weights is None else {_LEFT: weights.state(named)}
 
 
-def put_exact(
+def put_left(
     weights: CodedWeights | None, saved: Mapping[str, Any], named: Mapping[str, nn.Parameter]
 ) -> None:
-    """Go on with the exact weights that a checkpoint has, or from the versions of them."""
+    """Go on with what weights lack in a checkpoint, or from the weights as all have them."""
     if weights is not None:
-        weights.put_state(saved.get(_EXACT, {}), named)
-    elif saved.get(_EXACT):
+        weights.put_state(saved.get(_LEFT, {}), named)
+    elif saved.get(_LEFT):
         rank_zero_warn(
-            "The checkpoint has exact weights beside those that were sent under "
-            "compress={'weights': ...}, and this run sends them as they are: they are dropped, "
-            "and training goes on from those that were sent, not with the same bits."
+            "The checkpoint has what was left of changes of weights under "
+            "compress={'weights': ...}, and this run sends weights as they are: it is dropped, "
+            "and training goes on without it, not with the same bits."
         )
 
 

@@ -208,8 +208,8 @@ def _check_weight_codec(options: Options, plan: Plan) -> None:
     if options.disk is not None or options.moves_state:
         raise ConfigurationError(
             f"{what} with memory_limit_bytes={options.memory_limit_bytes}, by which optimizer "
-            "state comes and goes, and which does not count exact weights beside those that are "
-            "sent; allowed: one of them; leave one out"
+            "state comes and goes, and which does not count what is kept of weights; allowed: "
+            "one of them; leave one out"
         )
 
 

@@ -424,7 +424,7 @@ class AbstractTraining(Hooks, ABC):
         }
         scales = {} if self._scaling is None else {"scales": self._scaling.state()}
         kept = compression.state_of(self._codes)
-        kept |= compression.exact_of(self._weights, session.named())
+        kept |= compression.left_of(self._weights, session.named())
         return used | state | {"feedback": feedback} | kept | scales | self._positions()
 
     def _positions(self) -> dict[str, Any]:
@@ -467,7 +467,7 @@ class AbstractTraining(Hooks, ABC):
             state.get("feedback", {}), self._session.named() if goes_on else {}
         )
         compression.put_state(self._codes, saved or {}, self._options.encoders)
-        compression.put_exact(self._weights, state, self._session.named() if goes_on else {})
+        compression.put_left(self._weights, state, self._session.named() if goes_on else {})
         if self._scaling is not None:  # else it goes on from what the scaler itself has loaded
             self._scaling.put_state(state.get("scales") or {})
         return goes_on

@@ -219,10 +219,10 @@ def test_simulate_says_what_a_codec_is_taken_for(capsys):
     out = run(capsys, *given, "dct:0.01+topk:0.01")[1]
     assert "assumed codec: 1 MB per stage of a gradient, " in out
     assert "assumed codec: 1 MB per stage of new weights, " in out
-    assert "keeps 100 MB of what was not sent and 100 MB of exact weights besides, which" in out
+    assert "keeps 100 MB of what was not sent and 100 MB for new weights besides, which" in out
     out = run(capsys, *given, "+int8")[1]
     assert "of a gradient" not in out
-    assert "each worker keeps 100 MB of exact weights besides, which is not counted" in out
+    assert "each worker keeps 100 MB for new weights besides, which is not counted" in out
 
 
 def test_simulate_knows_hosts_of_several_workers(capsys):

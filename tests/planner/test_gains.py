@@ -147,13 +147,13 @@ def test_what_is_left_of_gradients_takes_room():
     assert "what gradients left" not in table(search(problem(coding=SMALL)))
 
 
-def test_exact_weights_take_room():
+def test_what_new_weights_need_takes_room():
     given = problem(coding=Coding(gradients=KEPT.gradients, weights=TOP_K))
-    assert (given.left_bytes, given.exact_bytes) == (4e6, 4e6)
+    assert (given.left_bytes, given.versions_bytes) == (4e6, 4e6)
     assert given.room_bytes == 1e9 - 8e6
     text = " ".join(table(search(given)).split())
-    assert "4 MB of what gradients left and 4 MB of exact weights, which memory above" in text
-    assert problem(coding=KEPT).exact_bytes == 0
+    assert "4 MB of what gradients left and 4 MB for new weights, which memory above" in text
+    assert problem(coding=KEPT).versions_bytes == 0
 
 
 NETWORKS = [  # of powers of two, so that no sum of times is rounded

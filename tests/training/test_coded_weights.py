@@ -1,4 +1,4 @@
-"""Codecs of new weights: what versions add to the ones before, and exact weights of owners."""
+"""Codecs of new weights: what versions add to the ones before, and what they lack."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ INT8 = {"weights": "int8"}
 
 
 def by_rule(n: int, compress: dict[str, Any]) -> dict[str, Tensor]:
-    """Train by the rule of lockstep_dp: versions that all have, and exact weights of the owner."""
+    """Train by the rule of lockstep_dp: versions that all have, and what they lack."""
     module, left = Net(), dict[Any, Any]()
     of_gradients, of_weights = codec_of(compress.get("gradients")), compress["weights"]
     of_weights = weight_codec_of(of_weights)
     optimizer, named = module.configure_optimizers(), dict(module.named_parameters())
-    exact = {name: p.detach().clone() for name, p in named.items()}
+    lacks = {name: torch.zeros_like(p) for name, p in named.items()}
     for step in micro_batches(n):
         sums: dict[str, Tensor] = {}
         for i in range(n):
@@ -62,14 +62,14 @@ def by_rule(n: int, compress: dict[str, Any]) -> dict[str, Tensor]:
         versions = {name: p.detach().clone() for name, p in named.items()}
         for name, p in named.items():
             p.grad = sums[name]
-            p.data.copy_(exact[name])
+            p.data.add_(lacks[name])
         optimizer.step()
         for name, p in named.items():
-            exact[name] = p.detach().clone()
             if of_weights.takes(p):
-                sent = of_weights.encode(exact[name] - versions[name], {})
-                like = torch.empty_like(p, device="meta")
-                p.data.copy_(versions[name] + of_weights.decode(sent, like))
+                exact, version = p.detach().clone(), versions[name]
+                sent = of_weights.encode(exact - version, {})
+                p.data.copy_(version + of_weights.decode(sent, torch.empty_like(p, device="meta")))
+                lacks[name] = exact - p.detach()
     return {name: p.detach() for name, p in named.items()}
 
 
@@ -133,16 +133,16 @@ def test_stop_anywhere_and_go_on_with_the_same_bits(num_ranks: int, tmp_path: Pa
             assert_same(rank.weights, expected.weights, f"from step {step}")
 
 
-def test_exact_weights_are_dropped_where_they_are_of_no_use(tmp_path: Path) -> None:
+def test_what_weights_lack_is_dropped_where_it_is_of_no_use(tmp_path: Path) -> None:
     fit("lockstep_dp", 2, INT8, **saving(tmp_path, every=3))
     file = tmp_path / "step=3.ckpt"
     saved = torch.load(file, weights_only=True)
-    exact = saved["lightning_cyclic"]["exact_weights"]
-    assert exact.keys() == {"net.0.weight", "net.2.weight", "net.4.weight"}
-    assert all(not torch.equal(x, saved["state_dict"][name]) for name, x in exact.items())
+    left = saved["lightning_cyclic"]["left_of_weights"]
+    assert left.keys() == {"net.0.weight", "net.2.weight", "net.4.weight"}
+    assert all(x.any() for x in left.values())
     expects = ["The checkpoint ", "Be aware that when using"]
     ranks = fit("lockstep_dp", 2, None, ckpt_path=file, max_epochs=2, expects=expects)
-    assert [text for text in ranks[0].warned if "exact weights" in text]
+    assert [text for text in ranks[0].warned if "changes of weights" in text]
 
 
 class Freezing(Callback):
@@ -186,7 +186,7 @@ def test_few_bytes_of_new_weights_are_sent() -> None:
         ({"compress": {"buffers": "int8"}}, "a mapping of these for 'gradients'"),
         ({"preset": "cyclic_zero"}, "do not all have the weights"),
         ({"preset": "diloco"}, "do not all have the weights"),
-        ({"memory_limit_bytes": 10**9, "disk": "/tmp"}, "does not count exact weights"),
+        ({"memory_limit_bytes": 10**9, "disk": "/tmp"}, "does not count what is kept of weights"),
     ],
 )
 def test_what_does_not_take_it(options: dict[str, Any], says: str) -> None:

@@ -63,7 +63,7 @@ class Codes:
                 "it keeps nothing, so that checkpoints would lack it; allowed: to write to its "
                 "state if it says so; use has_memory = True in its class"
             )
-        self._check(name, gradient, sent)
+        check_sent(self.codec, f"the gradient of {name!r}", gradient, sent)
         return sent
 
     def through(self, worker: int, name: str, gradient: Tensor) -> Tensor:
@@ -72,16 +72,6 @@ class Codes:
             return gradient
         like = torch.empty_like(gradient, device="meta")
         return self.codec.decode(self.encode(worker, name, gradient), like)
-
-    def _check(self, name: str, gradient: Tensor, sent: Sequence[Tensor]) -> None:
-        like = torch.empty_like(gradient, device="meta")
-        expected = [(x.shape, x.dtype) for x in self.codec.sent(like)]
-        if [(x.shape, x.dtype) for x in sent] != expected:
-            raise StepError(
-                f"{self.codec!r} sends {_words(sent)} of the gradient of {name!r}, of "
-                f"{_words([gradient])}; allowed: {_words(self.codec.sent(like))}, as it says "
-                "itself in sent(), since messages are laid out once; let encode() give these"
-            )
 
     def states(self) -> States:
         """Return what checkpoints keep; codecs put new tensors in the place of these."""
@@ -95,6 +85,21 @@ class Codes:
         self._states.clear()
         for worker, of_worker in states.items():
             self._states[worker] = {name: dict(state) for name, state in of_worker.items()}
+
+
+def check_sent(codec: AbstractCodec, what: str, x: Tensor, sent: Sequence[Tensor]) -> None:
+    """Refuse what a codec sends in other shapes or dtypes than it has said.
+
+    Raises:
+        StepError: it does.
+    """
+    said = codec.sent(torch.empty_like(x, device="meta"))
+    if [(y.shape, y.dtype) for y in sent] != [(y.shape, y.dtype) for y in said]:
+        raise StepError(
+            f"{codec!r} sends {_words(sent)} of {what}, of {_words([x])}; allowed: "
+            f"{_words(said)}, as it says itself in sent(), since messages are laid out once; let "
+            "encode() give these"
+        )
 
 
 class _Piece(NamedTuple):

@@ -52,7 +52,8 @@ class LowRank(AbstractCodec):
         self._rank = rank
         self.names: frozenset[str] = frozenset(names)
         self._state_of: Callable[[str], State] = _no_state
-        self._progress: dict[str, _Progress] = {}
+        # of each stream, by its state: of a worker's, and of a plain step that is compared
+        self._progress: dict[int, tuple[State, _Progress]] = {}
 
     @override
     def __repr__(self) -> str:
@@ -63,7 +64,6 @@ class LowRank(AbstractCodec):
     @override
     def begin(self, state_of: Callable[[str], State]) -> None:
         self._state_of = state_of
-        self.begin_step()
 
     def begin_step(self) -> None:
         """Begin the gradients of a step: what its streams have so far is of the one before."""
@@ -80,7 +80,7 @@ class LowRank(AbstractCodec):
         """
         state, dtype = self._state_of(name), wide(form.dtype)
         factors = self._factors(state, form, dtype)
-        so_far = self._progress.get(name)
+        _, so_far = self._progress.get(id(state), (state, None))
         for rows, back in blocks:
             if not len(rows):
                 continue
@@ -96,7 +96,7 @@ class LowRank(AbstractCodec):
         state.update(factors._asdict())
         if so_far is None:  # it was given no rows
             return FactoredGradient(form, factors._replace(sigma=0 * factors.sigma), 0)
-        self._progress[name] = so_far
+        self._progress[id(state)] = state, so_far  # which it keeps, so that no other has its id
         sums = torch.where(so_far.is_finite, so_far.num_rows * factors.sigma, torch.nan)
         return FactoredGradient(form, factors._replace(sigma=sums), so_far.num_rows)
 

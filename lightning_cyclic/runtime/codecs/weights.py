@@ -1,11 +1,13 @@
 """Coded weights: an owner sends what a new version adds to the last one, made smaller by a codec.
 
-    exact     the owner's alone: the optimizer updates it, rounding by rounding
-    sent      codec(exact - version v), which all add to version v, the owner as well
     version   what all have alike, and compute with
+    left      what it lacks: the owner's alone
+    exact     version + left, for as long as the optimizer updates it
+    sent      codec(exact - version v), which all add to version v, the owner as well
 
 What a codec leaves out of one version is in the next difference, so it needs no memory of its own.
-Parameters that a codec does not take have exact versions.
+Parameters that a codec does not take lack nothing. What others change of weights between steps,
+where nobody refuses it, counts.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.codecs.base import AbstractCodec
 from lightning_cyclic.runtime.codecs.choice import CODECS
+from lightning_cyclic.runtime.codecs.coded import check_sent
 from lightning_cyclic.runtime.codecs.sparse import TopK
 
 NAMES: Final = tuple(CODECS)
@@ -43,7 +46,7 @@ def weight_codec_of(given: str | AbstractCodec) -> AbstractCodec:
 
 @final
 class CodedWeights:
-    """Keep the exact weights that a worker updates, and encode what their versions add.
+    """Keep what versions lack of the weights that a worker updates, and encode what they add.
 
     Args:
         codec: by which.
@@ -51,7 +54,7 @@ class CodedWeights:
 
     def __init__(self, codec: AbstractCodec) -> None:
         self.codec = codec
-        self._exact: dict[nn.Parameter, Tensor] = {}
+        self._left: dict[nn.Parameter, Tensor] = {}
         self._sent: dict[nn.Parameter, list[Tensor]] = {}  # of the newest version
 
     @contextmanager
@@ -64,27 +67,30 @@ class CodedWeights:
         coded = [p for p in parameters if self.codec.takes(p)]
         versions = [p.detach().clone() for p in coded]
         for p in coded:
-            if p in self._exact:
-                p.data.copy_(self._exact[p])
+            if p in self._left:
+                p.data.add_(self._left[p])
         yield
         for p, version in zip(coded, versions, strict=True):
-            self._exact[p] = exact = p.detach().clone()
-            self._sent[p] = sent = list(self.codec.encode(exact - version, {}))
+            added = p.detach() - version
+            self._sent[p] = sent = list(self.codec.encode(added, {}))
+            check_sent(self.codec, "what a weight has changed by", added, sent)
             like = torch.empty_like(version, device="meta")
-            p.data.copy_(version + self.codec.decode(sent, like))
+            new = version + self.codec.decode(sent, like)
+            self._left[p] = p.detach() - new
+            p.data.copy_(new)
 
     def take_sent(self, p: nn.Parameter) -> list[Tensor]:
         """Return what is to be sent of the version that has just been made."""
         return self._sent.pop(p)
 
     def state(self, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Return name -> exact weight, of those that this worker updates."""
-        return {n: self._exact[p] for n, p in named.items() if p in self._exact}
+        """Return name -> what it lacks, of the weights that this worker updates."""
+        return {n: self._left[p] for n, p in named.items() if p in self._left}
 
     def put_state(self, state: Mapping[str, Tensor], named: Mapping[str, nn.Parameter]) -> None:
-        """Take exact weights from a checkpoint, and forget any others."""
-        self._exact = {p: state[n].to(p.device, copy=True) for n, p in named.items() if n in state}
+        """Take what weights lack from a checkpoint, and forget all else."""
+        self._left = {p: state[n].to(p.device, copy=True) for n, p in named.items() if n in state}
 
     def keep_trained(self) -> None:
-        """Forget exact weights of what is trained no longer, and stays as all have it."""
-        self._exact = {p: x for p, x in self._exact.items() if p.requires_grad}
+        """Forget what weights lack that are trained no longer, and stay as all have them."""
+        self._left = {p: x for p, x in self._left.items() if p.requires_grad}
