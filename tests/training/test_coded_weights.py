@@ -103,6 +103,54 @@ def test_processes_have_the_bits_of_one(preset: str, n: int, compress: dict[str,
         assert_same(rank.weights, one.weights)
 
 
+@pytest.mark.parametrize(
+    ("n", "options"),
+    [
+        (4, {"group_size": 2}),
+        (2, {"sharding": "optimizer"}),
+        more(2, {"slack": 2}),
+    ],
+    ids=["groups", "sharded optimizer", "slack"],
+)
+def test_all_workers_have_the_same_versions(n: int, options: dict[str, Any]) -> None:
+    first, *others = fit("cyclic_dp", n, BOTH, options=options)
+    for rank in others:
+        assert_same(rank.weights, first.weights)
+    assert differ(
+        fit("cyclic_dp", n, {"gradients": TOP}, options=options)[0].weights, first.weights
+    )
+
+
+def test_versions_of_bfloat16_have_the_bits_of_one_process() -> None:
+    (one,) = fit("cyclic_dp", 2, INT8, 1, precision="bf16-true")
+    for rank in fit("cyclic_dp", 2, INT8, precision="bf16-true"):
+        assert_same(rank.weights, one.weights)
+
+
+def test_a_folder_has_what_weights_lack(tmp_path: Path) -> None:
+    folders = {"save_distributed_checkpoint": True}
+    whole = fit("cyclic_dp", 2, INT8, max_epochs=2, options=folders, **saving(tmp_path))
+    file = tmp_path / "step=3.ckpt"
+    again = fit("cyclic_dp", 2, INT8, ckpt_path=file, max_epochs=2, options=folders)
+    for rank, expected in zip(again, whole, strict=True):
+        assert_same(rank.weights, expected.weights)
+
+
+class Zeroing(Callback):
+    """Changes weights between steps."""
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == NUM_STEPS - 1:
+            pl_module.net[0].weight.data.zero_()
+
+
+def test_what_a_callback_changes_on_one_device_counts() -> None:
+    (one,) = fit("lockstep_dp", 2, INT8, 1, callbacks=[Zeroing()])
+    assert one.weights["net.0.weight"].abs().max() < 0.05  # but for one update
+
+
 @pytest.mark.parametrize("preset", ["cyclic_dp", more("lockstep_dp"), more("cyclic_dp_v1")])
 def test_at_density_1_weights_are_those_of_whole_ones_but_for_rounding(preset: str) -> None:
     """Of a version and a difference to it the sum is rounded."""
