@@ -215,6 +215,31 @@ def test_other_precisions_have_the_bits_of_one_process(kind: Any) -> None:
         assert_same(rank.weights, one.weights)
 
 
+class Twice(Net):
+    """Calls a layer in two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again = nn.Linear(48, 32), nn.Linear(32, 32)
+        self.between, self.last = nn.Linear(32, 32), nn.Linear(32, 4)
+        del self.net
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.again(self.first(x.flatten(1)).tanh()).tanh()
+        x = self.again(self.between(x).tanh()).tanh()
+        return self.last(x).sub(y).square().mean()
+
+
+@pytest.mark.parametrize("stages", [["between"], 1], ids=str)
+def test_a_layer_that_is_called_in_two_stages_has_one_stream(stages: Any) -> None:
+    """The backward of the earlier stage goes on with what that of the later one has made."""
+    options = {"stages": stages, "verify": 2}
+    (one,) = fit("lockstep_dp", 2, 1, make=Twice, options=options, look=compared)
+    assert one.found == 2
+    for rank in fit("lockstep_dp", 2, make=Twice, options={"stages": ["between"]}):
+        assert_same(rank.weights, one.weights)
+
+
 def compared(trainer: Any, module: Any) -> int:
     steps: int = trainer.strategy.steps_compared
     return steps
