@@ -99,8 +99,12 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
         "a strategy")  # fmt: skip
     add("--layout", choices=tuple(_LAYOUTS), default="lightning", help="of that file: for "
         "LightningCLI, or for Hydra (default: lightning)")  # fmt: skip
-    measured = parser.add_argument_group("of a module")
-    add = measured.add_argument
+    _add_module(parser)
+    parser.set_defaults(run=lambda arguments: _run(arguments, has_colours))
+
+
+def _add_module(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("of a module").add_argument
     add("--num-microbatches", type=_sizes, default=(1, 2, 4), metavar="M,...",
         help="micro-batches that its batch is cut into; the first is measured, for each "
         "(default: 1,2,4)")  # fmt: skip
@@ -109,7 +113,6 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
     add("--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of the "
         "module, or with data.NAME=VALUE of the data; values as in YAML")  # fmt: skip
     add("--save-profile", metavar="PROFILE.json", help="keep what was measured")
-    parser.set_defaults(run=lambda arguments: _run(arguments, has_colours))
 
 
 def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:

@@ -17,12 +17,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_cyclic.runtime.torch_functions import Line
 from tests.harness import processes
+from tests.harness.processes import here
 from tests.harness.trainers import Said, make_trainer, weights_of
 
 TIMEOUT_S = 25.0
@@ -146,6 +149,19 @@ def _train(
         found=look and look(trainer, module),
         warned=[str(each.message) for each in caught or ()],
     )
+
+
+def own_part(steps: Sequence[Sequence[Sequence[Tensor]]]) -> DataLoader[Any]:
+    """Return this worker's batches; of one process those of all workers, joined.
+
+    Args:
+        steps: by step and worker, the tensors of a batch.
+    """
+    if here().num_ranks == len(steps[0]):
+        own = [list(step[here().rank]) for step in steps]
+    else:
+        own = [[torch.cat(each) for each in zip(*step, strict=True)] for step in steps]
+    return DataLoader(own, batch_size=None)  # type: ignore[arg-type]
 
 
 def saving(folder: Path, every: int = 1, **options: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.runtime.codecs.choice import codec_of
 from tests.harness.processes import here
 from tests.harness.rows import more
-from tests.harness.runs import Result, run, saving, trained
+from tests.harness.runs import Result, own_part, run, saving, trained
 from tests.harness.trainers import assert_same
 from tests.references.scaled import precision
 
@@ -88,12 +88,7 @@ def micro_batches(n: int, num_steps: int = NUM_STEPS) -> list[list[list[Tensor]]
 
 def own_batches(n: int, num_steps: int = NUM_STEPS) -> DataLoader[Any]:
     """Return this worker's batches; of one process those of all workers, joined."""
-    steps = micro_batches(n, num_steps)
-    if here().num_ranks == n:
-        own = [step[here().rank] for step in steps]
-    else:
-        own = [[torch.cat(each) for each in zip(*step, strict=True)] for step in steps]
-    return DataLoader(own, batch_size=None)  # type: ignore[arg-type]
+    return own_part(micro_batches(n, num_steps))
 
 
 def fit(
