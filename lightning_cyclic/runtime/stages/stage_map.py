@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self, final
+from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_cyclic.errors import PlanError, StepError
 from lightning_cyclic.planner.partition import balance
+from lightning_cyclic.runtime.absent import make_present
 from lightning_cyclic.runtime.bits import same
 from lightning_cyclic.runtime.compiled import before_calls, is_compiled, named_modules
 from lightning_cyclic.runtime.torch_functions import FunctionWatch, known, moves_nothing
@@ -82,6 +83,23 @@ class Profile:
         return replace(self, units=tuple(units), unused=unused, resting=())
 
 
+class _OfWeight(NamedTuple):
+    """Stand for a weight, or a view of one, that a graph would hold."""
+
+    weight: nn.Parameter
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _given_back(saved: Tensor | _OfWeight) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    weight, *spec = saved
+    make_present(weight)
+    return weight.detach().as_strided(*spec)
+
+
 @final
 class Recorder:
     """Record the order of first use while one training step runs.
@@ -118,7 +136,7 @@ class Recorder:
             if path and not isinstance(m, torch.jit.ScriptModule)
         ]
         try:
-            saving = saved_tensors_hooks(self._note_saved, lambda x: x)
+            saving = saved_tensors_hooks(self._note_saved, _given_back)
             self._counts &= torch.is_grad_enabled()  # else nothing is kept for a backward
             with saving if self._counts else nullcontext(), FunctionWatch(self._function):
                 yield
@@ -154,7 +172,10 @@ class Recorder:
         self._saved.clear()  # which would live as long as the fit
         return tuple(num_bytes)
 
-    def _note_saved(self, x: Tensor) -> Tensor:
+    def _note_saved(self, x: Tensor) -> Tensor | _OfWeight:
+        weight = x._base if x._is_view() else x
+        if isinstance(weight, nn.Parameter):  # which may be there only while it is used
+            return _OfWeight(weight, x.size(), x.stride(), int(x.storage_offset()))
         if x.layout is torch.strided:  # others have no storage
             storage = x.untyped_storage()
             self._saved.setdefault(storage._cdata, (storage, len(self._units) - 1))
