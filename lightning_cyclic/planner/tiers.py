@@ -107,9 +107,7 @@ def in_tiers(
                 kept = _most(replace(plan, tiers=tiers), costs, moving, room, "fetched")
                 tiers = replace(tiers, weights=moving.rest(kept))
             kept = _most(replace(plan, tiers=tiers), costs, state, room, "state")
-            return replace(
-                plan, tiers=replace(tiers, moved=state.rest(kept), kept=state.of(kept))
-            )
+            return replace(plan, tiers=replace(tiers, moved=state.rest(kept), kept=state.of(kept)))
     what = "optimizer state" if weights is None else "weights and optimizer state"
     raise PlanError(
         f"a limit of {limit_bytes:.0f} bytes, but a worker of preset {plan.preset!r} with "

@@ -1,7 +1,7 @@
 """What graphs hold of weights that leave memory: where it lay, and not the memory itself.
 
-    F       what autograd would save of a weight that leaves is remembered by its place alone
-    B       autograd gets what it saved from where that place is now
+What autograd would save of a weight that leaves is remembered by its place alone, and autograd
+gets what it saved from where that place is, when its backward has come.
 """
 
 from __future__ import annotations

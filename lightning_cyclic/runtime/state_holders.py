@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, final
 
@@ -17,7 +16,7 @@ from lightning_cyclic.runtime.state_layout import Chunk, Part
 from lightning_cyclic.runtime.weight_watch import WatchedData, get_data, put_data
 
 
-class AbstractHolder(ABC):
+class Holder:
     """Give and take tensors, and say in errors what they are."""
 
     what: ClassVar[str]
@@ -29,16 +28,16 @@ class AbstractHolder(ABC):
     def begin(self, chunk: Chunk) -> None:
         """Have what is about to be put away."""
 
-    @abstractmethod
     def get(self, part: Part) -> Any:
         """Return what the holder has now; None: nothing yet."""
+        raise NotImplementedError
 
-    @abstractmethod
     def put(self, part: Part, x: Tensor) -> None:
         """Let it have a tensor."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def words_of(self, part: Part) -> str: ...
+    def words_of(self, part: Part) -> str:
+        raise NotImplementedError
 
     def changes(self, chunk: Chunk) -> bool:
         """Say whether an update changes anything of a chunk."""
@@ -59,7 +58,7 @@ class AbstractHolder(ABC):
 
 
 @final
-class OptimizerState(AbstractHolder):
+class OptimizerState(Holder):
     """Be the state of an optimizer.
 
     Args:
@@ -105,7 +104,7 @@ class OptimizerState(AbstractHolder):
 
 
 @final
-class ModuleWeights(AbstractHolder):
+class ModuleWeights(Holder):
     """Be the weights of a module.
 
     What changes them in place counts on them, and who takes their ``data`` tells; so it is known

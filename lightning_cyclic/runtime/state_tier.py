@@ -23,7 +23,7 @@ from lightning_cyclic.plan.dataflow import IN_MEMORY, PUT_AWAY, Item
 from lightning_cyclic.runtime.buffers import views_of
 from lightning_cyclic.runtime.moments import PAST, AbstractMoment, streams_of
 from lightning_cyclic.runtime.saved_places import SavedPlaces
-from lightning_cyclic.runtime.state_holders import AbstractHolder
+from lightning_cyclic.runtime.state_holders import Holder
 from lightning_cyclic.runtime.state_homes import AbstractHome
 from lightning_cyclic.runtime.state_layout import Chunk, Part, StateLayout
 
@@ -74,7 +74,7 @@ class StateTier:
         layout: StateLayout,
         kept: Sequence[int],
         parameters: Mapping[int, Sequence[nn.Parameter]],
-        holder: AbstractHolder,
+        holder: Holder,
         make_home: Callable[[int], AbstractHome],
         device: torch.device,
     ) -> None:
@@ -137,6 +137,14 @@ class StateTier:
     def data(self, j: int, k: int) -> Tensor:
         """Return the room of a chunk of a stage that is here."""
         return self._rooms[j][k].data
+
+    def copied(self, j: int, k: int) -> Tensor:
+        """Return the bytes of a chunk of a stage, as it is at home."""
+        begin, num_bytes = self._begins[j, k], self._layout.chunk_bytes
+        at_home = torch.frombuffer(
+            self._home.bytes, dtype=torch.uint8, count=num_bytes, offset=begin
+        )
+        return at_home.to(self._device)
 
     def install(self, j: int) -> None:
         """Show what has come; its holder may have been given something else meanwhile."""

@@ -22,8 +22,8 @@ FIRST_HALF = 0.5  # of a backward that is split: one of those products is for th
 
 
 _NONE_BY_DEFAULT = (
-    "update_s", "moved_s", "weights_moved_s", "put_away_s", "encode_s", "decode_s", "publish_s", "cut_bytes",
-    "buffer_bytes", "tied_bytes", "activation_bytes",
+    "update_s", "moved_s", "weights_moved_s", "put_away_s", "encode_s", "decode_s", "publish_s",
+    "cut_bytes", "buffer_bytes", "tied_bytes", "activation_bytes",
 )  # fmt: skip
 
 
@@ -292,10 +292,9 @@ class Costs:
         if action.kind is Kind.W:
             return self.backward_s[action.j] * (1 - FIRST_HALF)
         if action.kind in (Kind.FETCH, Kind.EVICT):
-            if action.payload is Payload.A:
-                return self.put_away_s[action.j]
-            of_state = action.payload is Payload.O
-            return (self.moved_s if of_state else self.weights_moved_s)[action.j]
+            is_state = action.payload is Payload.O
+            moved_s = self.moved_s if is_state else self.weights_moved_s
+            return (self.put_away_s if action.payload is Payload.A else moved_s)[action.j]
         is_update = action.kind is Kind.UPDATE
         return self.update_s[action.j] + self.publish_s[action.j] if is_update else 0.0
 

@@ -47,7 +47,7 @@ from lightning_cyclic.runtime.whole_step.shards import (
     refuse_block,
     refuse_return,
 )
-from lightning_cyclic.runtime.whole_step.tiered_weights import TieredWeights
+from lightning_cyclic.runtime.whole_step.tiered_weights import replica_of
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 from lightning_cyclic.runtime.worker import Worker
 
@@ -127,7 +127,9 @@ class Engine:
         self.shards = self._exchange.shards = self._make_shards(module)
         self._worker = self._make_worker()
         self._local = self._exchange.local = self._make_local(state)
-        self._shown: Replica = self.shards or self._make_replica()
+        self._shown: Replica = self.shards or replica_of(
+            self.stores, tiers.of(Payload.P), self._bring, lambda: self._collector.is_collecting
+        )
         again = self._enter_again if self._shown.comes_and_goes else None
         self._entrances = Entrances(module, stages, self.enter, self._w, again)
         self._collector = self._make_collector(forms)
@@ -136,10 +138,6 @@ class Engine:
         each, moves = enumerate(self.stages.stages), self._tiers.moves
         of_stages = ((j, map(named.__getitem__, stage.parameters)) for j, stage in each)
         return [self._store(j, [p for p in ps if not moves(p)]) for j, ps in of_stages]
-
-    def _make_replica(self) -> Replica:
-        tier = self._tiers.of(Payload.P)
-        return TieredWeights(self.stores, tier, self._bring) if tier else Replica(self.stores)
 
     def _make_shards(self, module: nn.Module) -> Shards | None:
         if not self.plan.axes.sharding.gathers:
@@ -216,7 +214,7 @@ class Engine:
     def enter(self, j: int) -> None:
         """Do what the program has up to F(.,j); stages before it that were skipped come first."""
         if self._entered >= j:
-            if not self._shown.has(j):
+            if not (self._shown.is_read_away or self._shown.has(j)):
                 refuse_return(self._w, j, self._shown.instead)
             return
         with self._aside():

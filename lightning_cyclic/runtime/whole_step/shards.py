@@ -37,6 +37,8 @@ class Replica:
     """Show versions of stages on a worker that has the parameters of all of them."""
 
     comes_and_goes = False
+    is_read_away = True
+    """Whether modules may be called whose weights have gone."""
     instead = ""
     """What a user could choose, where some come and go."""
     resting: frozenset[int] = frozenset()
@@ -92,6 +94,7 @@ class Shards(Replica):
     """
 
     comes_and_goes = True
+    is_read_away = False
     instead = _WHOLE
 
     def __init__(

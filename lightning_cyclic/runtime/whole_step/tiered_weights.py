@@ -24,6 +24,14 @@ from lightning_cyclic.runtime.whole_step.shards import Replica
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 
 
+def replica_of(
+    stores: Sequence[VersionStore], tier: StateTier | None, bring: Callable[[int, int], None],
+    goes_back: Callable[[], bool],
+) -> Replica:  # fmt: skip
+    """Return what shows the weights of a worker that updates all of them, or has all copies."""
+    return Replica(stores) if tier is None else TieredWeights(stores, tier, bring, goes_back)
+
+
 @final
 class TieredWeights(Replica):
     """Show weights that come and go.
@@ -31,16 +39,18 @@ class TieredWeights(Replica):
     Args:
         stores: of what stays.
         bring: (stage, version) -> has it come again, for a backward.
+        goes_back: returns whether the backward of the step is under way.
     """
 
     comes_and_goes = True
     instead = "a higher memory_limit_bytes, with which weights stay"
 
     def __init__(
-        self, stores: Sequence[VersionStore], tier: StateTier, bring: Callable[[int, int], None]
-    ) -> None:
+        self, stores: Sequence[VersionStore], tier: StateTier, bring: Callable[[int, int], None],
+        goes_back: Callable[[], bool],
+    ) -> None:  # fmt: skip
         super().__init__(stores)
-        self._tier, self._bring = tier, bring
+        self._tier, self._bring, self._goes_back = tier, bring, goes_back
         self._read: dict[int, int] = {}  # stage -> version
         self._places = tier.places = SavedPlaces(self._find)
         self.resting = tier.resting
@@ -62,6 +72,8 @@ class TieredWeights(Replica):
     def _find(self, key: tuple[int, int]) -> Tensor:
         j, k = key
         if not self._tier.is_here(j):
+            if not self._goes_back():  # a gradient that the forward asks for
+                return self._tier.copied(j, k)
             self._bring(j, self._read[j])
         return self._tier.data(j, k)
 

@@ -17,7 +17,7 @@ from lightning_cyclic.plan.tiers import Tiers
 from lightning_cyclic.planner.tiers import Chunks, in_tiers
 from lightning_cyclic.runtime.absent import num_bytes_of
 from lightning_cyclic.runtime.stages.stage_map import StageMap
-from lightning_cyclic.runtime.state_holders import AbstractHolder, ModuleWeights, OptimizerState
+from lightning_cyclic.runtime.state_holders import Holder, ModuleWeights, OptimizerState
 from lightning_cyclic.runtime.state_homes import AbstractHome, FileHome, HostHome
 from lightning_cyclic.runtime.state_layout import StateLayout, lay_state, lay_weights
 from lightning_cyclic.runtime.state_tier import StateTier, StateTiers
@@ -74,8 +74,10 @@ class PlannedTiers:
     def _movable(self, module: nn.Module, stages: StageMap) -> list[list[nn.Parameter]]:
         """Return the weights of each stage that its own modules alone use, frozen ones as well."""
         shared = shared_parameters(module)
-        glue = {n for stage in stages.stages for n in stage.glue}
-        used = ((n for n in (*s.parameters, *s.frozen) if n not in glue) for s in stages.stages)
+        used = (
+            [n for n in (*s.parameters, *s.frozen) if n not in s.glue and not s.is_used_later]
+            for s in stages.stages
+        )
         of_stages = (map(self._named.__getitem__, names) for names in used)
         return [[p for p in ps if id(p) not in shared] for ps in of_stages]
 
@@ -119,7 +121,7 @@ class PlannedTiers:
         config.say(self._words(tiers))
         owned = [j for j in range(self.plan.num_stages) if self.plan.owner(j) == worker]
         parameters = {j: self._parameters[j] for j in owned}
-        held: dict[Payload, tuple[StateLayout, Sequence[int], AbstractHolder]] = {
+        held: dict[Payload, tuple[StateLayout, Sequence[int], Holder]] = {
             Payload.O: (self._state, tiers.moved, OptimizerState(config.optimizer))
         }
         if any(tiers.weights):
