@@ -125,9 +125,9 @@ class Checkpoints(DDPStrategy):
     def _exceeds_memory(self) -> bool:
         """Say whether no rank may have all parameters, and the plan needs none to."""
         options, limit = self._options, self._chosen.memory_limit_bytes
-        is_alone = self.world_size == 1  # it may have weights elsewhere
-        may_be = options.moves_state if is_alone else options.makes_stages_apart
-        if limit is None or not may_be:
+        if self.world_size == 1:  # it may have some elsewhere, when it is known how many
+            return options.moves_state
+        if limit is None or not options.makes_stages_apart:
             return False
         assert self.lightning_module is not None
         return sum(map(num_bytes_of, self.lightning_module.parameters())) > limit

@@ -96,16 +96,21 @@ class StateTier:
         for j, k in chunks:
             self._at_home[j].append(self._home.views(self._begins[j, k], self._moved[j][k]))
             self._put_away(j, k)
+        self._spare.clear()
 
     def _put_away(self, j: int, k: int) -> None:
-        """Let what is there go home."""
-        self._holder.begin(self._moved[j][k])
-        for part, home in zip(self._moved[j][k], self._at_home[j][k], strict=True):
-            x = self._holder.get(part)
-            if x is not None:
-                self._check(part, x, j)
-                home.copy_(x)
-                self._holder.put(part, home)
+        """Let what is there go home, through a room: what is written to a map stays in memory."""
+        chunk = self._moved[j][k]
+        self._holder.begin(chunk)
+        if all(self._holder.get(part) is None for part in chunk):
+            return
+        room = self._room_for(chunk)
+        self._show_chunk(j, k, room)
+        self._move(Kind.EVICT, j, k, room)
+        self._streams.now().wait()
+        self._send_home(j, k, room)
+        room.leave()
+        self._spare.append(room)
 
     # ------------------------------------------------------------------ on the main thread
 
