@@ -340,7 +340,7 @@ class _Sizes:
         stays = self._state * owned
         if (tiers := self._plan.tiers) is not None:
             stays = sum(x for j, x in enumerate(tiers.kept) if self._plan.owner(j) == w)
-            one -= sum(tiers.weights)
+            one -= sum(tiers.away)
         outer = 0.0
         if self._plan.axes.weights.is_local:  # the outer weights, and their momentum
             outer, stays = one, self._state * one + owned
