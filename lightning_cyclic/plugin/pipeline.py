@@ -177,12 +177,18 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def _kept_by_stages(self) -> list[tuple[int, int]] | None:
-        found = self._finder.loads(self._session.cuts)
-        return (
-            None
-            if found is None
-            else [(load.activation_bytes, load.crossing_bytes) for load in found]
-        )
+        found, plan = self._finder.loads(self._session.cuts), self._session.plan
+        if found is None or plan is None:
+            return None
+        homes = [plan.worker_of(0, j) for j in range(plan.num_stages)]
+        stay = not (self._options.runs_again or plan.offloads)  # else they count as received
+        return [
+            (
+                load.activation_bytes + load.adopted_bytes * (stay and homes[j - 1] == homes[j]),
+                load.crossing_bytes,
+            )
+            for j, load in enumerate(found)
+        ]
 
     @override
     def report(self) -> str | None:
