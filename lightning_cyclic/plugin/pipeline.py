@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeAlias, final
 
 import torch
@@ -182,12 +183,13 @@ class PipelineTraining(AbstractTraining):
             return None
         homes = [plan.worker_of(0, j) for j in range(plan.num_stages)]
         stay = not (self._options.runs_again or plan.offloads)  # else they count as received
+        adopted = [  # by the stage behind it, from a stage on the same worker
+            behind.adopted_bytes if stay and home == next_home else 0
+            for behind, (home, next_home) in zip(found[1:], pairwise(homes), strict=True)
+        ]
         return [
-            (
-                load.activation_bytes + load.adopted_bytes * (stay and homes[j - 1] == homes[j]),
-                load.crossing_bytes,
-            )
-            for j, load in enumerate(found)
+            (load.activation_bytes + more, load.crossing_bytes)
+            for load, more in zip(found, [*adopted, 0], strict=True)
         ]
 
     @override

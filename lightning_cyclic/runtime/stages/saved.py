@@ -4,8 +4,7 @@
     made 3  saved 4  |  saved 9      stage 0 keeps it; stage 1 is sent it
     made 5           |  saved 7      stage 1 alone needs it, and stage 0 keeps nothing
 
-Storages are known without being kept alive. Parameters, buffers, and what a step is given are
-there anyway, and are none of them.
+Storages are known without being kept alive. What a module has is there anyway, and none of them.
 """
 
 from __future__ import annotations
@@ -21,12 +20,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
+from lightning_cyclic.runtime.stages.ledger import num_bytes, storage_of
+
 
 @dataclass(slots=True, eq=False)
 class SavedStorage:
     """Hold what is known of one storage.
 
     Args:
+        num_bytes: of what was given, those of the tensor, which may be a part of a batch.
         made: when it was; None: it was given.
         maker: what was told of who made it. [nothing: a kernel has, for its own backward]
         saves: when it was saved, in order.
@@ -43,26 +45,26 @@ class SavedStorages:
     """Note what autograd saves.
 
     Args:
-        given: tensors that are there before.
+        there: tensors that do not count: parameters, buffers and the like.
         now: the time, in what the caller counts by.
     """
 
-    def __init__(self, given: Iterable[Tensor], now: Callable[[], int]) -> None:
+    def __init__(self, there: Iterable[Tensor], now: Callable[[], int]) -> None:
+        self._there = tuple(there)
         self._now = now
         self._all: list[SavedStorage] = []
         self._alive: dict[int, tuple[weakref.ref[Any], SavedStorage]] = {}  # by its place
-        for x in given:
-            if not is_lazy(x):
-                self.give(x)
 
-    @property
-    def found(self) -> tuple[SavedStorage, ...]:
-        """Return what was made and saved."""
-        return tuple(x for x in self._all if x.saves and x.made is not None)
+    def found(self) -> list[SavedStorage]:
+        """Return what was saved; lazy parameters have been made by now."""
+        places = {storage_of(x) for x in self._there if not is_lazy(x)}
+        theirs = {id(known) for place, (_, known) in self._alive.items() if place in places}
+        return [x for x in self._all if x.saves and id(x) not in theirs]
 
-    def give(self, x: Tensor) -> None:
-        """Take note of a tensor that was there before it was used, if it is not known."""
-        self._of(x, None)
+    def give(self, tensors: Iterable[Tensor]) -> None:
+        """Take note of tensors that are about to be used: of those that nobody has made."""
+        for x in tensors:
+            self._of(x, None)
 
     def make(self, x: Tensor, maker: Any) -> None:
         """Take note of a tensor that was made, and by whom, if it is not known."""
@@ -83,14 +85,14 @@ class SavedStorages:
             yield
 
     def _of(self, x: Tensor, made: int | None) -> SavedStorage | None:
-        try:
-            storage = x.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse and other tensors without one
+        place = storage_of(x)
+        if place is None:
             return None
-        place = storage._cdata
         alive, known = self._alive.get(place, (None, None))
         if alive is None or alive() is None:  # another may have lain there before
-            known = SavedStorage(storage.nbytes(), made)
+            storage = x.untyped_storage()
+            size = int(storage.nbytes())
+            known = SavedStorage(min(size, num_bytes(x)) if made is None else size, made)
             self._all.append(known)
             # the storage's own object lives as long as its memory, whoever holds that
             self._alive[place] = weakref.ref(storage), known

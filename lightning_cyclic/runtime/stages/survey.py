@@ -28,7 +28,7 @@ from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.bits import version
 from lightning_cyclic.runtime.compiled import is_compiled, uncompiled
 from lightning_cyclic.runtime.plain_copies import ours
-from lightning_cyclic.runtime.snapshot import Snapshot, untouched
+from lightning_cyclic.runtime.snapshot import Snapshot, untouched, walk
 from lightning_cyclic.runtime.stages.clocks import AbstractClock, CountedClock, MeasuredClock
 from lightning_cyclic.runtime.stages.evidence import (
     Call,
@@ -120,6 +120,15 @@ def survey(
     return replace(quiet, clock=clock, kept=seen.kept)
 
 
+def _leaves_no_graph(seen: Survey, module: nn.Module) -> bool:
+    """Say whether what a step with gradients leaves of its graph can be taken away behind it.
+
+    Not so where it writes into the batch, or into a buffer that is a view.
+    """
+    changed = (dict(module.named_buffers())[name] for name in seen.changed)
+    return not any(c.by_derived for c in seen.changes) and not any(b._is_view() for b in changed)
+
+
 class _State(NamedTuple):
     """Hold what a survey has to know of buffers before it begins.
 
@@ -202,8 +211,7 @@ class _Surveyor:
         }
         self._checkpoints: list[_Checkpoint] = []  # under way
         self._reruns: list[Closed] = []
-        there = (*module.parameters(), *module.buffers()) if saves else ()
-        self._saved = SavedStorages(there, lambda: self._tick) if saves else None
+        self._saved = SavedStorages(_tensors_of(module), lambda: self._tick) if saves else None
 
     # ------------------------------------------------------------------ running
 
@@ -314,9 +322,12 @@ class _Surveyor:
         known = self._ledger.known(x)
         if known is None:
             known = self._ledger.unseen(x, Use(self._tick, number, user_line()), number)
-        if self._saved is not None:
-            self._saved.make(x, known)
+        self._note_made(x, known)
         return known
+
+    def _note_made(self, x: Tensor, number: int) -> None:
+        if self._saved is not None:
+            self._saved.make(x, number)
 
     def _unit(self, call: int | None) -> int | None:
         return None if call is None else self._calls[call].unit
@@ -336,8 +347,8 @@ class _Surveyor:
         for x in replaced or about_to_change(name, args, kwargs):
             if (given := self._ledger.given(x)) is not None:
                 self._keeper.keep(given)
-        for x in inputs if self._saved is not None else ():
-            self._saved.give(x)
+        if self._saved is not None:
+            self._saved.give(inputs)
         versions = [version(x) for x in inputs]
         self._clock.resume()
         result = func(*args, **kwargs)
@@ -348,8 +359,8 @@ class _Surveyor:
         if outputs or changed or name in READS_VALUE:
             use = self._use()
             self._ledger.note(name, use, self._unit(use.call), (inputs, changed, outputs))
-        for x in outputs if self._saved is not None else ():
-            self._saved.make(x, self._ledger.number(x))
+        for x in outputs:
+            self._note_made(x, self._ledger.number(x))
         self._clock.move(name, inputs, changed, outputs)
         self._clock.resume()
         return result
@@ -418,14 +429,15 @@ class _Surveyor:
 
     def _kept(self, saved: SavedStorages) -> Iterator[Kept]:
         values = self._ledger.values()
-        for x in saved.found:
-            assert x.made is not None
-            made = None if x.maker is None else values[x.maker]
+        for x in saved.found():
             again_until = 0
-            if made is not None and not self._ledger.is_derived(x.maker):
+            if x.made is None:  # each stage has a copy of the batch
+                again_until = self._tick
+            elif x.maker is not None and not self._ledger.is_derived(x.maker):
                 # code around a stage's begin runs again for it
-                again_until = min((self._calls[k].end for k in made.units), default=self._tick)
-            yield Kept(x.num_bytes, x.made, tuple(x.saves), again_until)
+                units = values[x.maker].units
+                again_until = min((self._calls[k].end for k in units), default=self._tick)
+            yield Kept(x.num_bytes, x.made or 0, tuple(x.saves), again_until)
 
     def _written(self) -> Iterator[Written]:
         names = {k: name for name, k in self._parameters.items()}
@@ -483,6 +495,12 @@ class _Surveyor:
 
     def _calls_of(self, path: str) -> list[tuple[int, _Open]]:
         return [(k, c) for k, c in enumerate(self._calls) if path and c.path == path]
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Yield all tensors that a module has, its plain attributes included."""
+    yield from module.parameters()
+    yield from (x for _, x in walk(module) if isinstance(x, Tensor))
 
 
 def _closed(x: _Checkpoint) -> Closed:
