@@ -116,7 +116,9 @@ class PipelineTraining(AbstractTraining):
     ) -> None:
         super().__init__(trainer, options, plan, reductions)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        kept = state_per_param(trainer.optimizers) if fitting else None
+        kept = 0.0 if fitting else None
+        if fitting and options.memory_limit_bytes is not None:  # what nobody else asks for
+            kept = state_per_param(trainer.optimizers, self._module.parameters())
         self._finder = CutFinder(options, kept)
         self._transport = join_workers(trainer, options)
         self._session: StagewiseSession = make_session(
