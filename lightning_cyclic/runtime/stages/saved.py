@@ -58,7 +58,11 @@ class SavedStorages:
     def found(self) -> list[SavedStorage]:
         """Return what was saved; lazy parameters have been made by now."""
         places = {storage_of(x) for x in self._there if not is_lazy(x)}
-        theirs = {id(known) for place, (_, known) in self._alive.items() if place in places}
+        theirs = {
+            id(known)
+            for place, (alive, known) in self._alive.items()
+            if place in places and alive() is not None
+        }
         return [x for x in self._all if x.saves and id(x) not in theirs]
 
     def give(self, tensors: Iterable[Tensor]) -> None:

@@ -121,7 +121,9 @@ class Recorder:
         try:
             saving = saved_tensors_hooks(self._note_saved, lambda x: x)
             self._counts &= torch.is_grad_enabled()  # else nothing is kept for a backward
-            with saving if self._counts else nullcontext(), FunctionWatch(self._function):
+            is_first = not self._seen  # a survey may run a step again, whose units are known
+            counting = saving if self._counts and is_first else nullcontext()
+            with counting, FunctionWatch(self._function):
                 yield
         except RuntimeError as error:
             if self._counts and "saved tensor hooks" in str(error):
