@@ -120,7 +120,7 @@ def _row(points: CutPoints, call: Call, place: Place | None) -> Iterator[str]:
     yield _folded(call.path if call.n == 0 else f"{call.path} (call {call.n + 1})")
     yield show_seconds((call.end_ns - call.begin_ns) / 1e9)
     yield show_bytes(load.parameter_bytes)
-    yield show_bytes(load.activation_bytes)
+    yield show_bytes(load.activation_bytes + load.adopted_bytes)  # what it is the first to keep
     yield show_bytes(place.crossing_bytes) if place is not None else ""
 
 
