@@ -107,11 +107,8 @@ def survey(
     while (more := state.with_changes_of(seen)) != state:
         state = more
         seen = run(state, CountedClock())
-    if for_backward and not any(change.by_derived for change in seen.changes):
-        # else the batch would become a part of the graph
-        with suppress(
-            Exception
-        ):  # a step that needs its graph at once shows what it saves to nobody
+    if for_backward and _leaves_no_graph(seen, module):
+        with suppress(Exception):  # such as of a step that needs its graph at once
             seen = with_kept(seen, run(state, CountedClock(), saves=True))
     if clock == "counted":
         return seen
