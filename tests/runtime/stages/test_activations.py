@@ -210,7 +210,7 @@ class Writing(nn.Linear):
 
 
 class Other(nn.Linear):
-    """It calls another module where there are gradients."""
+    """It calls another module where there are no gradients."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)
@@ -218,7 +218,7 @@ class Other(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return self.inner(y) if torch.is_grad_enabled() else y
+        return y if torch.is_grad_enabled() else self.inner(y)
 
 
 @pytest.mark.parametrize("block", [Functional, Taking, Writing, Other])
