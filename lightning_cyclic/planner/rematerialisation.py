@@ -246,10 +246,18 @@ class _Parts:
             need = min(following)
 
 
+def _order(step: _Step | _Wait) -> tuple[object, ...]:
+    """Sort by bytes and seconds; of equal ones that comes first which runs first units again.
+
+    They run again when all others have gone, so that what lives within a run adds least.
+    """
+    return step[:-3], step.last == _KEPT, step[-3:]
+
+
 def _lower(found: list[_Step]) -> list[_Step]:
     """Return those with less than all that need no more, in the order of what they need."""
     kept: list[_Step] = []
-    for x in sorted(found):
+    for x in sorted(found, key=_order):
         if not kept or x.seconds < kept[-1].seconds:
             kept.append(x)
     return kept
@@ -321,7 +329,7 @@ class _Waiting:
         if s == len(self._parts.units):
             return [_END]
         kept: list[_Wait] = []
-        for x in sorted(self._found(s)):
+        for x in sorted(self._found(s), key=_order):
             if kept and x.need > self._parts.limit:
                 break
             if not any(y.seconds <= x.seconds and y.waits <= x.waits for y in kept):
