@@ -88,7 +88,7 @@ def gains(
     presets = tuple(x for x in problem.presets if _runs_whole(x))
     if not presets or problem.sparsity is not None or problem.coding is not None:
         return []
-    whole = replace(problem, presets=presets[:1], remats=(False,), disk_bytes_per_s=None)
+    whole = replace(problem, presets=presets[:1], checkpointing=("never",), disk_bytes_per_s=None)
     codecs = [
         (coding, risk)
         for coding, risk in codings()

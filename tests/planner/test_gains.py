@@ -31,7 +31,7 @@ MIXED = Coding(gradients=BF16, weights=TOP_K)
 def problem(**changes) -> Problem:
     given = {
         "profiles": (profile(),), "num_workers": 2, "memory_bytes": 1e9, "network": SLOW,
-        "presets": ("cyclic_dp",), "remats": (False,),
+        "presets": ("cyclic_dp",), "checkpointing": ("never",),
     }  # fmt: skip
     return Problem(**(given | changes))
 

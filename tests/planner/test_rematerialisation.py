@@ -150,8 +150,7 @@ def test_what_stages_have_room_for_fills_the_limit_and_no_more(preset, num_stage
     )
     sizes, limit = [100 * (j + 1) for j in range(num_stages)], 10**6
     shown = replace(plan, num_steps=steps_to_count(num_stages, num_stages))
-    for w in range(num_workers):
-        found = rooms(plan, w, sizes, limit, 2.0)
+    for w, found in enumerate(rooms(plan, sizes, limit, 2.0)):
         each = [
             found[j].bytes / found[j].at_once if j in found else 0.0 for j in range(num_stages)
         ]
