@@ -32,7 +32,7 @@ from lightning_cyclic.planner.candidates import (
     PRECISIONS,
     Problem,
 )
-from lightning_cyclic.planner.gains import told
+from lightning_cyclic.planner.gains import of_first, told
 from lightning_cyclic.planner.profile import ModelProfile, from_json, to_json
 from lightning_cyclic.planner.ring import sizes_of_groups
 from lightning_cyclic.planner.search import search
@@ -147,11 +147,12 @@ def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
     if arguments.save:
         config = as_config(ranking.plans[0], problem, arguments.layout)
         write(Path(arguments.save), yaml.safe_dump(config, sort_keys=False).encode())
+    less = of_first(ranking, offered)
     if arguments.json:
-        return json.dumps(as_data(ranking), indent=2)
+        return json.dumps(as_data(ranking, less), indent=2)
     parts = [table(ranking, colour=has_colours())]
-    if less := told(ranking, offered):
-        parts.append(less)
+    if less is not None:
+        parts.append(told(less))
     if arguments.save:
         use = _LAYOUTS[arguments.layout].format(arguments.save)
         parts.append(f"wrote {arguments.save}: {use}")

@@ -101,17 +101,16 @@ class Stages:
             kept: fraction of the parameters' elements that messages carry. [1: all]
             sums: bytes of a sum of gradients in a message, per byte of parameters that it carries.
         """
-        both = zip(self.backward_s, self.again_s or (0.0,) * self.num_stages, strict=True)
         return Costs(
             forward_s=self.forward_s,
-            backward_s=tuple(b + again for b, again in both),
+            backward_s=self.backward_s,
             param_bytes=self.param_bytes,
             cut_bytes=self.input_bytes,
             tied_bytes=tuple(size * kept for size in self.tied_bytes),
             activation_bytes=self.activation_bytes,
             sent_param_bytes=tuple(size * kept for size in self.param_bytes),
             sent_sum_bytes=tuple(size * kept * sums for size in self.param_bytes),
-        )
+        ).running_again(self.again_s or (0.0,) * self.num_stages)
 
 
 def even_starts(profile: ModelProfile, num_stages: int) -> Sequence[int]:

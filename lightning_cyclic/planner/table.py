@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from lightning_cyclic.plan import program_of
 from lightning_cyclic.planner.candidates import Problem
+from lightning_cyclic.planner.gains import Gains
 from lightning_cyclic.planner.ring import ALIKE
 from lightning_cyclic.planner.search import RankedPlan, Ranking
 from lightning_cyclic.planner.stages import Stages
@@ -251,7 +252,15 @@ def _made(name: str, arguments: dict[str, Any], layout: str) -> dict[str, Any]:
     return {"class_path": path, "init_args": arguments}
 
 
-def as_data(ranking: Ranking) -> list[dict[str, Any]]:
+def as_data(ranking: Ranking, gains: Gains | None = None) -> list[dict[str, Any]]:
+    """Return the plans, the best first, as plain data.
+
+    Args:
+        gains: what sends less than the first of them. [nothing does]
+    """
+    told = None if gains is None else {
+        "alone_s": gains.alone_s, "ways": [way._asdict() for way in gains.ways]
+    }  # fmt: skip
     return [
         asdict(plan.fit.candidate)
         | {
@@ -268,6 +277,7 @@ def as_data(ranking: Ranking) -> list[dict[str, Any]]:
             "horizon": plan.horizon,
             "memory": [asdict(worker) for worker in plan.fit.memory],
             "strategy": written(plan, ranking.problem),
+            "gains": told if n == 0 else None,
         }
-        for plan in (*ranking.plans, *ranking.bounds)
+        for n, plan in enumerate((*ranking.plans, *ranking.bounds))
     ]
