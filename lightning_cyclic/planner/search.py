@@ -397,6 +397,8 @@ class _Search:
         if found is None:
             self._too_large.append(candidate)
             return
+        if found.candidate != candidate and "never" in self._problem.checkpointing:
+            return  # there is room for all, and that is a candidate of its own
         least_s = _shown(least_step_s(found, self._problem))
         self._push((max(least_s, time_s), staleness(found)[0], found.memory_bytes), found)
 
