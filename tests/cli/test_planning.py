@@ -178,11 +178,15 @@ def test_errors_are_one_line_and_exit_status_two(capsys, file, tmp_path, argumen
 
 
 PIPELINE = "plan", "net.json", "--workers", "2", "--memory", "1GB", "--preset", "1f1b"
+FILLED = (
+    *PIPELINE[:4], "--memory", "33MB", *PIPELINE[6:], "--batch", "16",
+    "--activation-checkpointing", "optimal",
+)  # fmt: skip
 CODED = (*PIPELINE[:-1], "cyclic_dp", "--compress", "int8+topk:0.01")
 
 
 @pytest.mark.filterwarnings("ignore")  # of LightningCLI and jsonargparse
-@pytest.mark.parametrize("given", [PIPELINE, CODED])
+@pytest.mark.parametrize("given", [PIPELINE, CODED, FILLED])
 def test_lightning_cli_takes_the_strategy_that_is_saved(capsys, file, monkeypatch, given):
     from lightning.pytorch import LightningModule
     from lightning.pytorch.cli import LightningCLI
@@ -197,7 +201,7 @@ def test_lightning_cli_takes_the_strategy_that_is_saved(capsys, file, monkeypatc
     assert_is_printed(cli.trainer.strategy, out)
 
 
-@pytest.mark.parametrize("given", [PIPELINE, CODED])
+@pytest.mark.parametrize("given", [PIPELINE, CODED, FILLED])
 def test_hydra_instantiates_the_strategy_that_is_saved(capsys, file, given):
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
