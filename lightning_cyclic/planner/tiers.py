@@ -1,7 +1,7 @@
-"""Tiers: how much optimizer state stays in memory under a limit; the rest comes for its update.
+"""Tiers: what stays in memory under a limit; the rest comes when it is used.
 
-State of a stage lies in chunks of equal size. Where a worker is in its program says which stages'
-state is there for an update; that of all others has the room that is left:
+What a stage has lies in chunks of equal size. Where a worker is in its program says which stages'
+chunks are there, as they are used; those of all others have the room that is left:
 
     place            what is there besides    room for what stays of others
     B0               weights, activations     limit - these
@@ -13,6 +13,9 @@ does so is found from the last stage of each place backwards, as those of a plac
 other. Less moves by no rule, but for the part of a chunk that steps unlike each other would save:
 this is what a cache does that knows its future (Belady's rule, by which PatrickStar evicts).
 
+Optimizer state moves first, once each way in a step. Weights come for forwards, and again for
+backwards and updates, and move where the limit is less than is needed with all weights in memory.
+
 Source: Fang et al., "PatrickStar", arXiv 2108.05818 (chunks, the rule of eviction).
 """
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan
@@ -28,13 +32,34 @@ from lightning_cyclic.simulate.costs import Costs
 from lightning_cyclic.simulate.memory import memory_by_place, spans
 
 
-def with_state_in_tiers(
+class Chunks(NamedTuple):
+    """Say in how many chunks something of each stage lies.
+
+    Args:
+        num_bytes: of one.
+        unused: bytes of all of them that nothing lies in.
+    """
+
+    counts: Sequence[int]
+    num_bytes: int
+    unused: int = 0
+
+    def of(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Return the bytes of so many of each stage."""
+        return tuple(n * self.num_bytes for n in numbers)
+
+    def rest(self, kept: Sequence[int]) -> tuple[int, ...]:
+        """Return the bytes of all but so many of each stage."""
+        return self.of([n - k for n, k in zip(self.counts, kept, strict=True)])
+
+
+def in_tiers(
     plan: Plan,
     costs: Costs,
-    chunks: Sequence[int],
-    chunk_bytes: int,
+    state: Chunks,
     limit_bytes: float,
     *,
+    weights: Chunks | None = None,
     besides: float = 0.0,
     early: bool = False,
 ) -> Plan:
@@ -45,15 +70,15 @@ def with_state_in_tiers(
     Args:
         plan: whose workers run whole micro-batches, of enough steps to be steady.
         costs: bytes of weights and activations.
-        chunks: how many the optimizer state of each stage has.
-        chunk_bytes: of one.
+        state: chunks of optimizer state.
         limit_bytes: most bytes that a worker may have in memory.
-        besides: bytes of it that a worker has for other things at any time.
+        weights: chunks of weights, of one worker alone. [all stay]
+        besides: bytes of the limit that a worker has for other things at any time.
         early: whether stages are updated right behind their backwards, by one worker alone.
 
     Returns:
-        The plan with tiers; with nothing that moves, if all state fits. Stages are updated one by
-        one in either case, as gradients of all of them at once would take more room.
+        The plan with tiers; with nothing that moves, if all fits. Stages are updated one by one
+        in either case, as gradients of all of them at once would take more room.
 
     Raises:
         PlanError: the limit is less than what is needed at once, and the text names the least; or
@@ -66,48 +91,52 @@ def with_state_in_tiers(
             "norms='none'; use that (clip_norm='stage')"
         )
     least = float("inf")
-    for ahead in (1, 0):
-        every = tuple(n * chunk_bytes for n in chunks)
-        tiers = Tiers(moved=every, kept=(0,) * len(every), ahead=ahead, early=early)
-        moved = replace(plan, tiers=tiers)
-        rooms = rooms_beside_state(moved, costs, limit_bytes - besides)
-        needed = limit_bytes - min(min(x.values()) for x in rooms)
-        least = min(least, needed)
-        if needed <= limit_bytes:
-            kept = most_that_stays(plan, chunks, chunk_bytes, rooms)
-            return replace(plan, tiers=_with_kept(tiers, chunks, kept, chunk_bytes))
+    every, none = state.of(state.counts), (0,) * len(state.counts)
+    for moving in (None,) if weights is None else (None, weights):
+        room = limit_bytes - besides - (moving.unused if moving is not None else 0)
+        for ahead in (1, 0):
+            tiers = Tiers(moved=every, kept=none, ahead=ahead, early=early)
+            if moving is not None:
+                tiers = replace(tiers, weights=moving.of(moving.counts))
+            rooms = rooms_beside(replace(plan, tiers=tiers), costs, room)
+            needed = limit_bytes - min(min(x.values()) for x in rooms)
+            least = min(least, needed)
+            if needed > limit_bytes:
+                continue
+            if moving is not None:
+                kept = _most(replace(plan, tiers=tiers), costs, moving, room, "fetched")
+                tiers = replace(tiers, weights=moving.rest(kept))
+            kept = _most(replace(plan, tiers=tiers), costs, state, room, "state")
+            return replace(plan, tiers=replace(tiers, moved=state.rest(kept), kept=state.of(kept)))
+    what = "optimizer state" if weights is None else "weights and optimizer state"
     raise PlanError(
         f"a limit of {limit_bytes:.0f} bytes, but a worker of preset {plan.preset!r} with "
-        f"{plan.num_stages} stages needs {least:.0f} at once, with optimizer state of one stage "
+        f"{plan.num_stages} stages needs {least:.0f} at once, with {what} of one stage "
         f"at a time in memory; allowed: {least:.0f} or more; use that, smaller batches, or more "
         "stages"
     )
 
 
-def _with_kept(
-    tiers: Tiers, chunks: Sequence[int], kept: Sequence[int], chunk_bytes: int
-) -> Tiers:
-    return replace(
-        tiers,
-        moved=tuple((n - k) * chunk_bytes for n, k in zip(chunks, kept, strict=True)),
-        kept=tuple(k * chunk_bytes for k in kept),
-    )
+def _most(plan: Plan, costs: Costs, chunks: Chunks, room: float, kind: str) -> list[int]:
+    rooms = rooms_beside(plan, costs, room, kind)
+    return most_that_stays(plan, chunks.counts, chunks.num_bytes, rooms)
 
 
-def rooms_beside_state(
-    plan: Plan, costs: Costs, limit_bytes: float
+def rooms_beside(
+    plan: Plan, costs: Costs, limit_bytes: float, kind: str = "state"
 ) -> list[dict[tuple[int, ...], float]]:
-    """Return for each worker: stages whose state is there -> the least room for what stays.
+    """Return for each worker: stages of which something is there -> the least room for others.
 
     Args:
-        plan: of which all state comes and goes.
+        plan: of which all of it comes and goes.
+        kind: of spans, what comes and goes.
     """
     found: list[dict[tuple[int, ...], float]] = []
     for row, held in zip(memory_by_place(plan, costs), spans(plan), strict=True):
-        state = [x for x in held if x.kind == "state"]
+        comes = [x for x in held if x.kind == kind]
         rooms: dict[tuple[int, ...], float] = {}
         for place, kept in enumerate(row):
-            there = tuple(sorted({x.j for x in state if x.begin <= place < x.end}))
+            there = tuple(sorted({x.j for x in comes if x.begin <= place < x.end}))
             rooms[there] = min(rooms.get(there, float("inf")), limit_bytes - kept.total)
         found.append(rooms)
     return found
