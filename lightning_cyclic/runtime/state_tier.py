@@ -87,6 +87,7 @@ class StateTier:
         self._spare: list[_Room] = []  # which spares the system to find their pages again
         self._rooms: dict[int, list[_Room]] = {}  # of the stages that are in memory
         self._shown: set[int] = set()
+        self._given: set[tuple[int, int]] = set()  # chunks that hold what has been given meanwhile
         chunks = [(j, k) for j, each in self._moved.items() for k in range(len(each))]
         self._begins = {at: n * layout.chunk_bytes for n, at in enumerate(chunks)}
         self._home = make_home(len(chunks) * layout.chunk_bytes)
@@ -108,6 +109,7 @@ class StateTier:
         self._show_chunk(j, k, room)
         self._move(Kind.EVICT, j, k, room)
         self._streams.now().wait()
+        self._given.discard((j, k))
         self._send_home(j, k, room)
         room.leave()
         self._spare.append(room)
@@ -177,10 +179,10 @@ class StateTier:
         is_written = j in self._written
         self._written.pop(j, PAST).wait()  # as others read it on the host
         for k, room in enumerate(rooms):
-            # what a forward has changed goes home as well, if it is weights
-            if not is_written and j in self._shown and self._holder.has_changed(self._moved[j][k]):
+            if not is_written and self._differs(j, k):
                 self._move(Kind.EVICT, j, k, room)
                 self._streams.now().wait()
+            self._given.discard((j, k))
             self._send_home(j, k, room)
             if self.places is not None:
                 self.places.forget(room.data)
@@ -188,6 +190,12 @@ class StateTier:
                 raise self._kept(j)
         self._shown.discard(j)
         self._spare += rooms
+
+    def _differs(self, j: int, k: int) -> bool:
+        """Say whether a chunk may be other than at home, where no update has made it so."""
+        if (j, k) in self._given:
+            return True
+        return j in self._shown and self._holder.has_changed(self._moved[j][k])
 
     def _send_home(self, j: int, k: int, room: _Room) -> None:
         each = zip(self._moved[j][k], self._at_home[j][k], room.views, strict=True)
@@ -275,6 +283,7 @@ class StateTier:
             if not _is(x, home):  # made just now, or loaded
                 self._check(part, x, j)
                 view.copy_(x)
+                self._given.add((j, k))
             self._holder.put(part, view)
         self._holder.note(self._moved[j][k])
 

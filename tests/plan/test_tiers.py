@@ -7,7 +7,7 @@ import pytest
 
 from lightning_cyclic.errors import PlanError, ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan, programs_of
-from lightning_cyclic.plan.actions import Kind, Payload, parse, parse
+from lightning_cyclic.plan.actions import Kind, Payload, parse
 from lightning_cyclic.plan.check.proof import proof_of
 from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.tiers import Tiers

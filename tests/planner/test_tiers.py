@@ -232,8 +232,9 @@ def test_weights_stay_as_long_as_state_can_go():
     assert not any(with_all.tiers.weights)
     with_some = in_tiers(plan, costs, state, least[0] - 1, weights=weights, early=True)
     assert any(with_some.tiers.weights)
-    assert peak(in_tiers(plan, costs, state, least[1], weights=weights, early=True), costs) <= (
-        least[1]
+    assert (
+        peak(in_tiers(plan, costs, state, least[1], weights=weights, early=True), costs)
+        <= (least[1])
     )
 
 
@@ -252,4 +253,4 @@ def test_of_a_chunk_that_is_not_full_what_lies_in_it_counts_while_it_stays():
     more = in_tiers(plan, costs, state, least + 6 - 1, weights=weights, early=True)
     assert more.tiers.weights.count(0) == 0
     most = in_tiers(plan, costs, state, least + 6, weights=weights, early=True)
-    assert most.tiers.weights.count(0) == 1
+    assert most.tiers.weights.count(0) == 1, most.tiers

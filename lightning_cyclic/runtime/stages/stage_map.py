@@ -122,6 +122,7 @@ class Recorder:
             id(p): name for name, p in (*module.named_parameters(), *parameters.items())
         }
         self._seen: set[str] = set()
+        self._is_first = True  # a survey may run a step again, whose units are known
         self._last: dict[str, int] = {}  # name -> unit of the last use but the first
         self._called: set[str] = set()
         self._units: list[tuple[list[str], list[str]]] = [([], [])]
@@ -141,8 +142,8 @@ class Recorder:
         try:
             saving = saved_tensors_hooks(self._note_saved, _given_back)
             self._counts &= torch.is_grad_enabled()  # else nothing is kept for a backward
-            is_first = not self._seen  # a survey may run a step again, whose units are known
-            counting = saving if self._counts and is_first else nullcontext()
+            self._is_first = not self._seen
+            counting = saving if self._counts and self._is_first else nullcontext()
             with counting, FunctionWatch(self._function):
                 yield
         except RuntimeError as error:
@@ -223,7 +224,8 @@ class Recorder:
         if name is None:
             return
         if name in self._seen:
-            self._last[name] = self._upcoming()
+            if self._is_first:
+                self._last[name] = self._upcoming()
             return
         self._seen.add(name)
         if self._starts_unit():
