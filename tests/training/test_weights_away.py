@@ -285,42 +285,51 @@ class Hollow(Wide):
         self.net = nn.Identity()
 
 
-class Most(Callback):
-    """Notes how many bytes of weights are in memory where steps and validation begin."""
+class Watches(Callback):
+    """Notes which weights stay in memory, and how many bytes are there where the fit begins."""
 
     def __init__(self) -> None:
-        self.most = 0
+        self.stays: list[str] = []
+        self.at_first = 0
 
-    def look(self, trainer: Any, module: Any, *_: Any) -> None:
-        engine = trainer.strategy._training._session.engine
-        if engine is None:  # before the fit
-            return
-        tier = engine._tiers.of(Payload.P)
-        here = [p for p in module.parameters() if not tier.moves(p)]
-        self.most = max(self.most, sum(p.numel() * 4 for p in here))
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        places = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in module.parameters()}
+        self.at_first = sum(place.nbytes() for place in places.values())
 
-    on_train_batch_end = on_validation_batch_end = look
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        tier = trainer.strategy._training._session.engine._tiers.of(Payload.P)
+        named = module.named_parameters()
+        self.stays = [n for n, p in named if tier is None or not tier.moves(p)]
 
 
-def most(trainer: Any, module: Any) -> dict[str, Any]:
-    held = [c.most for c in trainer.callbacks if isinstance(c, Most)]
-    return looked_at(trainer, module) | {"most": held}
+def watched(trainer: Any, module: Any) -> dict[str, Any]:
+    (watches,) = (c for c in trainer.callbacks if isinstance(c, Watches))
+    return looked_at(trainer, module) | vars(watches)
+
+
+def watch(make: Any, limit: int, folder: Path, kind: str = "vectors") -> Result:
+    (end,) = trained(
+        make, way(folder, limit), 1, look=watched, callbacks=[Watches()], max_epochs=NUM_EPOCHS,
+        data=partial(micro_batches, kind, NUM_BATCHES), valid=partial(micro_batches, kind, 1, 1),
+    )  # fmt: skip
+    return end
 
 
 def test_layers_on_the_meta_device_never_come_as_a_whole(tmp_path: Path) -> None:
-    ends = []
-    for above in (0, 10**9):
-        limit = way(tmp_path, least(Hollow) + above)
-        (end,) = trained(
-            Hollow, limit, 1, look=most if above == 0 else looked_at,
-            callbacks=[Most()] if above == 0 else [], max_epochs=NUM_EPOCHS,
-            data=partial(micro_batches, "vectors", NUM_BATCHES),
-            valid=partial(micro_batches, "vectors", 1, 1),
-        )  # fmt: skip
-        ends.append(end)
-    assert_alike(*ends)
-    assert [end.found["weights"] > 0 for end in ends] == [True, False]
-    assert ends[0].found["most"] == [0]
+    few, many = (watch(Hollow, least(Hollow) + above, tmp_path) for above in (0, 10**9))
+    assert_alike(few, many)
+    assert [end.found["weights"] > 0 for end in (few, many)] == [True, False]
+    assert few.found["stays"] == []
+    assert few.found["at_first"] < 1000  # one element of each
+
+
+def test_what_several_stages_use_stays(tmp_path: Path) -> None:
+    gpt2 = partial(Classifier, "gpt2", "adamw")
+    tied = watch(gpt2, least(gpt2, 6, "tokens"), tmp_path, "tokens")
+    assert "net.transformer.wte.weight" in tied.found["stays"]
+    again = watch(Returns, least(Returns), tmp_path)
+    assert {n.split(".")[1] for n in again.found["stays"]} >= {"0"}
+    assert again.found["weights"] > 0
 
 
 # ---------------------------------------------------------------------- refused
