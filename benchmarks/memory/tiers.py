@@ -1,9 +1,12 @@
-"""Train a GPT whose optimizer state lies on a disk, under limits, beside a run in memory.
+"""Train a GPT whose weights and optimizer state lie on a disk, under limits, beside one in memory.
 
     python -m benchmarks tiers                              61 M weights, 1 worker
     python -m benchmarks tiers --disk /scratch --rounds 5
 
-Each contender is a process of its own, with the same weights and batches. "planned" is what the
+Each contender is a process of its own, with the same weights and batches. Those with a limit have
+their layers on the meta device, and weights in a file of safetensors, which nobody reads as a
+whole. Limits are the least, the least with which all weights stay in memory, one with which all
+stays, and two between these. "planned" is what the
 plan counts (weights, gradients, activations, optimizer state), "measured" how much the system says
 that the process grew at most since before its weights were made. Ratios of steps are of the same
 round: median (lowest - highest).
@@ -20,7 +23,10 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +37,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.gpu.fits import LitGPT
 from benchmarks.memory.sparse_states import Clock as PlainClock
-from benchmarks.pipeline.model import Case
+from benchmarks.pipeline.model import Case, make_gpt
 from benchmarks.rounds import command_of, environment, free_port, quiet, result, results_in, spread
 from lightning_cyclic import CyclicStrategy
 from lightning_cyclic.runtime.bits import digest
@@ -70,6 +76,7 @@ def work(options: dict[str, Any], limit_bytes: int | None) -> None:
     result({
         "step_s": median(clock.seconds[WARM_UP:]), "grown": grown, "planned": clock.planned,
         "moved": sum(plan.tiers.moved) if plan and plan.tiers else 0, "digests": digests,
+        "weights": sum(plan.tiers.weights) if plan and plan.tiers else 0,
         "before": before,
     })  # fmt: skip
 
@@ -96,9 +103,28 @@ def fit(args: argparse.Namespace, limit_bytes: int | None) -> tuple[L.Trainer, L
     )  # fmt: skip
     shape = (args.batch, args.length)
     rows: Any = [torch.randint(args.words, shape, generator=g) for _ in range(args.num_steps)]
-    module = LitGPT(case)
-    trainer.fit(module, DataLoader(rows, batch_size=None))
+    if limit_bytes is not None:
+        with saved_weights(case) as folder:
+            module = LitGPT(replace(case, device="meta"))
+            module.gpt.weights_path = folder
+            trainer.fit(module, DataLoader(rows, batch_size=None))
+    else:
+        module = LitGPT(case)
+        trainer.fit(module, DataLoader(rows, batch_size=None))
     return trainer, module, clock
+
+
+@contextmanager
+def saved_weights(case: Case) -> Iterator[str]:
+    """Write the model into a folder, in a process whose memory is not this one's."""
+    apart = ProcessPoolExecutor(1, get_context("spawn"))
+    with tempfile.TemporaryDirectory() as folder, apart:
+        apart.submit(_write, case, folder).result()
+        yield folder
+
+
+def _write(case: Case, folder: str) -> None:
+    make_gpt(case).save_pretrained(folder)
 
 
 def grown_to(*, reset: bool = False) -> int:
@@ -152,6 +178,18 @@ def least_of(args: argparse.Namespace) -> int:
     return int(least)
 
 
+def least_with_weights(args: argparse.Namespace, low: int, high: int) -> int:
+    """Return about the least limit with which no weights leave: halfway, halfway, ..."""
+    short = argparse.Namespace(**vars(args) | {"num_steps": WARM_UP + 1})
+    while high - low > high // 50 + 1:
+        middle = (low + high) // 2
+        if contender(short, middle)["weights"]:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what can be chosen."""
     parser.add_argument("--width", type=int, default=640)
@@ -172,7 +210,8 @@ def run(args: argparse.Namespace) -> None:
     whole = contender(args, None)
     state = contender(args, 10**15)  # of which all fits
     most = int(state["planned"])
-    limits = [None, most + 1, *(least + (most - least) * k // 3 for k in (2, 1, 0))]
+    stay = least_with_weights(args, least, most + 1)
+    limits = [None, most + 1, (stay + most) // 2, stay, (least + stay) // 2, least]
     found: dict[int | None, list[Any]] = {limit: [] for limit in limits}
     for _ in range(args.rounds):
         for limit in limits:
@@ -184,7 +223,7 @@ def run(args: argparse.Namespace) -> None:
             raise SystemExit(bad)
         assert all(end["digests"] == whole["digests"] for end in ends), "other weights"
         measured = median(end["grown"] for end in ends)
-        planned, moved = ends[0]["planned"], ends[0]["moved"]
+        planned, moved = ends[0]["planned"], ends[0]["moved"] + ends[0]["weights"]
         ratios = [a["step_s"] / b["step_s"] for a, b in zip(ends, found[None], strict=True)]
         of_it = f"{measured / planned:.2f}" if planned else ""
         row = [f"{x / MB:.0f} MB" if x else "" for x in (limit, moved, planned, measured)]

@@ -244,13 +244,13 @@ def refused(plan, costs, state, weights):
     return raised.value
 
 
-def test_of_a_chunk_that_is_not_full_what_lies_in_it_counts_while_it_stays():
+def test_of_a_chunk_that_is_not_full_what_lies_in_it_leaves():
     plan, costs = a_plan("lockstep_dp", 1, 4), costs_of((6,) * 4, (1,) * 4)
     state, weights = Chunks((0,) * 4, CHUNK), Chunks((1,) * 4, CHUNK, [[6]] * 4)
     least = 4 + CHUNK + 6  # activations, one chunk, and one gradient
     found = in_tiers(plan, costs, state, least, weights=weights, early=True)
     assert (found.tiers.weights, found.tiers.away) == ((CHUNK,) * 4, (6,) * 4)
-    more = in_tiers(plan, costs, state, least + 6 - 1, weights=weights, early=True)
+    more = in_tiers(plan, costs, state, least + CHUNK - 1, weights=weights, early=True)
     assert more.tiers.weights.count(0) == 0
-    most = in_tiers(plan, costs, state, least + 6, weights=weights, early=True)
+    most = in_tiers(plan, costs, state, least + CHUNK, weights=weights, early=True)
     assert most.tiers.weights.count(0) == 1, most.tiers

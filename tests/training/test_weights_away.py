@@ -153,12 +153,12 @@ class Changes(Wide):
 
 @final
 class Adapted(Wide):
-    """Trains small layers beside frozen ones."""
+    """Trains small layers behind frozen ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        for name, p in self.net.named_parameters():
-            p.requires_grad_(not name.endswith("weight") or p.dim() == 1)
+        for layer in self.net:
+            layer.requires_grad_(isinstance(layer, nn.BatchNorm1d))
 
 
 @final
@@ -323,13 +323,10 @@ def test_layers_on_the_meta_device_never_come_as_a_whole(tmp_path: Path) -> None
     assert few.found["at_first"] < 1000  # one element of each
 
 
-def test_what_several_stages_use_stays(tmp_path: Path) -> None:
+def test_what_several_modules_share_stays(tmp_path: Path) -> None:
     gpt2 = partial(Classifier, "gpt2", "adamw")
     tied = watch(gpt2, least(gpt2, 6, "tokens"), tmp_path, "tokens")
     assert "net.transformer.wte.weight" in tied.found["stays"]
-    again = watch(Returns, least(Returns), tmp_path)
-    assert {n.split(".")[1] for n in again.found["stays"]} >= {"0"}
-    assert again.found["weights"] > 0
 
 
 # ---------------------------------------------------------------------- refused

@@ -72,10 +72,17 @@ class PlannedTiers:
         self.plan = self._planned(plan, module, stages)
 
     def _movable(self, module: nn.Module, stages: StageMap) -> list[list[nn.Parameter]]:
-        """Return the weights of each stage that its own modules alone use, frozen ones as well."""
-        shared = shared_parameters(module)
+        """Return the weights of each stage that its own modules alone use, frozen ones as well.
+
+        A CPU reads what others use where it lies, which a GPU does not.
+        """
+        shared, on_host = shared_parameters(module), self._config.device.type == "cpu"
         used = (
-            [n for n in (*s.parameters, *s.frozen) if n not in s.glue and not s.is_used_later]
+            [
+                n
+                for n in (*s.parameters, *s.frozen)
+                if on_host or not (n in s.glue or s.is_used_later)
+            ]
             for s in stages.stages
         )
         of_stages = (map(self._named.__getitem__, names) for names in used)
