@@ -37,19 +37,21 @@ def with_state_in_tiers(
     *,
     besides: float = 0.0,
     early: bool = False,
+    remat: bool = False,
 ) -> Plan:
     """Return a plan of which no worker exceeds a limit.
 
     Copies overlap what is computed if there is room for that, and no more moves than has to then.
 
     Args:
-        plan: whose workers run whole micro-batches, of enough steps to be steady.
+        plan: of enough steps to be steady.
         costs: bytes of weights and activations.
         chunks: how many the optimizer state of each stage has.
         chunk_bytes: of one.
         limit_bytes: most bytes that a worker may have in memory.
         besides: bytes of it that a worker has for other things at any time.
         early: whether stages are updated right behind their backwards, by one worker alone.
+        remat: whether backwards of single stages run their forward again.
 
     Returns:
         The plan with tiers; with nothing that moves, if all state fits. Stages are updated one by
@@ -59,7 +61,7 @@ def with_state_in_tiers(
         PlanError: the limit is less than what is needed at once, and the text names the least; or
             updates wait for the norms of all stages.
     """
-    if plan.norms != "none":
+    if plan.norms != "none" and plan.axes.placement.runs_whole_micro:
         raise PlanError(
             f"optimizer state that comes and goes with norms={plan.norms!r} (gradients clipped by "
             "the norm of all stages), so that all stages are updated at once; allowed: "
@@ -70,7 +72,7 @@ def with_state_in_tiers(
         every = tuple(n * chunk_bytes for n in chunks)
         tiers = Tiers(moved=every, kept=(0,) * len(every), ahead=ahead, early=early)
         moved = replace(plan, tiers=tiers)
-        rooms = rooms_beside_state(moved, costs, limit_bytes - besides)
+        rooms = rooms_beside_state(moved, costs, limit_bytes - besides, remat=remat)
         needed = limit_bytes - min(min(x.values()) for x in rooms)
         least = min(least, needed)
         if needed <= limit_bytes:
@@ -95,7 +97,7 @@ def _with_kept(
 
 
 def rooms_beside_state(
-    plan: Plan, costs: Costs, limit_bytes: float
+    plan: Plan, costs: Costs, limit_bytes: float, *, remat: bool = False
 ) -> list[dict[tuple[int, ...], float]]:
     """Return for each worker: stages whose state is there -> the least room for what stays.
 
@@ -103,7 +105,8 @@ def rooms_beside_state(
         plan: of which all state comes and goes.
     """
     found: list[dict[tuple[int, ...], float]] = []
-    for row, held in zip(memory_by_place(plan, costs), spans(plan), strict=True):
+    rows = memory_by_place(plan, costs, remat=remat)
+    for row, held in zip(rows, spans(plan, remat=remat), strict=True):
         state = [x for x in held if x.kind == "state"]
         rooms: dict[tuple[int, ...], float] = {}
         for place, kept in enumerate(row):

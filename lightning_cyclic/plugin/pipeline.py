@@ -30,6 +30,7 @@ from lightning_cyclic.plugin.pipeline_session import (
     CutFinder,
     join_workers,
     make_session,
+    tiers_of,
 )
 from lightning_cyclic.plugin.planned_memory import state_per_param
 from lightning_cyclic.plugin.reductions import HeldReductions
@@ -116,7 +117,8 @@ class PipelineTraining(AbstractTraining):
         super().__init__(trainer, options, plan, reductions)
         fitting = trainer.state.fn == TrainerFn.FITTING
         kept = state_per_param(trainer.optimizers) if fitting else None
-        self._finder = CutFinder(options, kept)
+        moves = tiers_of(trainer, options) is not None
+        self._finder = CutFinder(options, kept, moves_state=moves)
         self._transport = join_workers(trainer, options)
         self._session: StagewiseSession = make_session(
             trainer, self._options, self._plan, self._finder, self._transport, self._configured

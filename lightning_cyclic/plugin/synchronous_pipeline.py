@@ -3,7 +3,8 @@
 training_step     share the batch, cut it, run the program; log once; return a surrogate of the
                   loss, whose backward puts the gradients of the whole batch into ``p.grad``
 optimizer_step    the closure and the update, within the optimizer's step; then send on what it
-                  changed
+                  changed. Where optimizer state comes and goes, a step for each stage, when the
+                  program has its update
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class SynchronousPipelineTraining(PipelineTraining):
         self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
         session, made = self._session, list[Stages]()
+        apart = session.moves_state
         with ExitStack() as update:
 
             def closed() -> Any:
@@ -119,10 +121,16 @@ class SynchronousPipelineTraining(PipelineTraining):
                     made.append(updated)
                 return output
 
-            if self._scaling is None:
+            if self._scaling is None and not apart:
                 output = optimizer.step(closure=closed, **kwargs)
-            elif (output := closed()) is not None and made:  # as Lightning does
-                optimizer.step(**kwargs)
+            else:
+                output = closed()
+                updates = made if self._scaling is None or output is not None else []
+                for updated in updates:
+                    if apart:
+                        session.updates.make(self._updates.stepping(updated, kwargs))
+                    else:  # as Lightning does
+                        optimizer.step(**kwargs)
         if session.cuts is not None:  # else the update came without a step
             session.end_step()
             if self._scaling is not None:

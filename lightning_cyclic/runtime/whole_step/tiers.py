@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -52,12 +52,15 @@ class PlannedTiers:
 
     Args:
         plan: whose state would all stay.
+        sent: bytes that single stages are sent for a micro-batch. [workers have all stages]
+        again: whether backwards of single stages run their forward again.
     """
 
     def __init__(
         self, config: TierConfig, plan: Plan, module: nn.Module, stages: StageMap,
-        forms: WeightForms,
+        forms: WeightForms, *, sent: Sequence[int] = (), again: bool = False,
     ) -> None:  # fmt: skip
+        self._sent, self._again = sent, again
         self._config = config
         named = dict(module.named_parameters())
         self._parameters = [[forms.trained(named[n]) for n in ns] for ns in stages.trained]
@@ -85,9 +88,11 @@ class PlannedTiers:
         nothing = (0.0,) * len(sizes)
         costs = Costs(
             forward_s=nothing, backward_s=nothing, param_bytes=tuple(map(float, sizes)),
-            cut_bytes=nothing, activation_bytes=tuple(float(x or 0) for x in kept),
+            cut_bytes=tuple(map(float, self._sent)) or nothing,
+            activation_bytes=tuple(float(x or 0) for x in kept),
         )  # fmt: skip
-        steady = replace(plan, num_steps=steps_to_count(plan.num_stages, 1))
+        of_each = max(1, plan.num_microbatches // plan.replicas) if self._sent else 1
+        steady = replace(plan, num_steps=steps_to_count(plan.num_stages, of_each))
         limit = self._config.limit_bytes
         found = with_state_in_tiers(
             steady,
@@ -97,6 +102,7 @@ class PlannedTiers:
             limit,
             besides=held,
             early=self._config.early,
+            remat=self._again,
         )
         return replace(plan, tiers=found.tiers)
 
