@@ -245,8 +245,8 @@ def tiers_of(trainer: Trainer, options: Options) -> TierConfig | None:
         raise ConfigurationError(
             f"memory_limit_bytes={limit} and disk={options.disk!r} with preset "
             f"{options.preset!r} and accelerator {device.type!r}; allowed: of CPUs a folder, "
-            "disk='/tmp', for optimizer state that does not stay; of a GPU none, as it lies in the "
-            "host's memory; use that"
+            "disk='/tmp', for optimizer state that does not stay; of a GPU none, as it lies in "
+            "the host's memory; use that"
         )
     return TierConfig(
         limit_bytes=limit,

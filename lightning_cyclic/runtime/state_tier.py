@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan.actions import Action, Kind
+from lightning_cyclic.runtime.bits import version
 from lightning_cyclic.runtime.buffers import views_of
 from lightning_cyclic.runtime.moments import PAST, AbstractMoment, streams_of
 from lightning_cyclic.runtime.state_homes import AbstractHome
@@ -84,6 +85,7 @@ class StateTier:
         chunks = [(j, k) for j, each in self._moved.items() for k in range(len(each))]
         self._begins = {at: n * layout.chunk_bytes for n, at in enumerate(chunks)}
         self._home = make_home(len(chunks) * layout.chunk_bytes)
+        self._read: dict[int, int] = {}  # id of what is at home -> its version when it came
         self._leaves: dict[int, int] = {}  # stage -> step of its last update
         self._written: dict[int, AbstractMoment] = {}  # of stages: when their home has it all
         self._at_home: dict[int, list[list[Tensor]]] = {j: [] for j in parameters}
@@ -108,6 +110,7 @@ class StateTier:
             # before its first update a stage has no state, and the optimizer makes it
             if any(x is not None for _, _, x in self._parts(a.j)):
                 self._rooms[a.j] = [self._room_for(chunk) for chunk in self._moved[a.j]]
+                self._read.update((id(home), version(home)) for _, home, _ in self._parts(a.j))
         else:
             self._fill(a.j)
             self._leaves[a.j] = a.t
@@ -221,7 +224,8 @@ class StateTier:
             x = state[part.p].get(part.key) if part.p in state else None
             if x is None or x is view:
                 continue
-            if x is not home:  # made just now, or loaded
+            is_read = x is home and self._read.get(id(home)) == version(home)
+            if not is_read:  # made just now, or loaded, or changed by a hook since
                 _check(part, x, j)
                 view.copy_(x)
             self._put(part, view)

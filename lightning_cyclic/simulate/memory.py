@@ -290,7 +290,7 @@ class _Sizes:
 
     def of_each_kind(self, w: int, found: Sequence[Span]) -> Memory:
         """Return the most of each kind."""
-        params, plan = self._params, self._plan
+        params = self._params
         held = {x.j for x in found if x.kind == "activations"}
         one_of_each = sum(params[j] for j in held)
         predicted = sum(params[j] for j in held if self._predicted[j])
