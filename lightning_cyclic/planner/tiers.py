@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan
@@ -42,6 +44,7 @@ def with_state_in_tiers(
     """Return a plan of which no worker exceeds a limit.
 
     Copies overlap what is computed if there is room for that, and no more moves than has to then.
+    State of single stages comes as far ahead as it can, if no more moves by that.
 
     Args:
         plan: of enough steps to be steady.
@@ -67,23 +70,50 @@ def with_state_in_tiers(
             "the norm of all stages), so that all stages are updated at once; allowed: "
             "norms='none'; use that (clip_norm='stage')"
         )
+    fitting = partial(
+        _fitting, plan, costs, chunks, chunk_bytes, limit_bytes - besides,
+        early=early, remat=remat,
+    )  # fmt: skip
     least = float("inf")
     for ahead in (1, 0):
-        every = tuple(n * chunk_bytes for n in chunks)
-        tiers = Tiers(moved=every, kept=(0,) * len(every), ahead=ahead, early=early)
-        moved = replace(plan, tiers=tiers)
-        rooms = rooms_beside_state(moved, costs, limit_bytes - besides, remat=remat)
-        needed = limit_bytes - min(min(x.values()) for x in rooms)
-        least = min(least, needed)
-        if needed <= limit_bytes:
-            kept = most_that_stays(plan, chunks, chunk_bytes, rooms)
-            return replace(plan, tiers=_with_kept(tiers, chunks, kept, chunk_bytes))
+        found = fitting(ahead)
+        least = min(least, limit_bytes + found.missing)
+        if found.kept is None:
+            continue
+        if ahead and not plan.axes.placement.runs_whole_micro:
+            # behind a step activations are gone, and state has room beside the last backwards
+            further = map(fitting, range(plan.num_stages, 1, -1))
+            stays = sum(found.kept)
+            found = next((x for x in further if x.kept and sum(x.kept) >= stays), found)
+        assert found.kept is not None
+        return replace(plan, tiers=_with_kept(found.tiers, chunks, found.kept, chunk_bytes))
     raise PlanError(
         f"a limit of {limit_bytes:.0f} bytes, but a worker of preset {plan.preset!r} with "
         f"{plan.num_stages} stages needs {least:.0f} at once, with optimizer state of one stage "
         f"at a time in memory; allowed: {least:.0f} or more; use that, smaller batches, or more "
         "stages"
     )
+
+
+class _Fitting(NamedTuple):
+    """Say what of state stays, if state comes so far ahead; None where bytes are missing."""
+
+    tiers: Tiers
+    missing: float
+    kept: list[int] | None
+
+
+def _fitting(
+    plan: Plan, costs: Costs, chunks: Sequence[int], chunk_bytes: int, limit_bytes: float,
+    ahead: int, *, early: bool, remat: bool,
+) -> _Fitting:  # fmt: skip
+    every = tuple(n * chunk_bytes for n in chunks)
+    tiers = Tiers(moved=every, kept=(0,) * len(every), ahead=ahead, early=early)
+    rooms = rooms_beside_state(replace(plan, tiers=tiers), costs, limit_bytes, remat=remat)
+    missing = -min(min(x.values()) for x in rooms)
+    fits = missing <= 0
+    kept = most_that_stays(plan, chunks, chunk_bytes, rooms) if fits else None
+    return _Fitting(tiers, missing, kept)
 
 
 def _with_kept(

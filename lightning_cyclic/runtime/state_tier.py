@@ -86,6 +86,7 @@ class StateTier:
         self._begins = {at: n * layout.chunk_bytes for n, at in enumerate(chunks)}
         self._home = make_home(len(chunks) * layout.chunk_bytes)
         self._read: dict[int, int] = {}  # id of what is at home -> its version when it came
+        self._gone: dict[int, int] = {}  # id of what is in memory -> its version when it went
         self._leaves: dict[int, int] = {}  # stage -> step of its last update
         self._written: dict[int, AbstractMoment] = {}  # of stages: when their home has it all
         self._at_home: dict[int, list[list[Tensor]]] = {j: [] for j in parameters}
@@ -113,6 +114,8 @@ class StateTier:
                 self._read.update((id(home), version(home)) for _, home, _ in self._parts(a.j))
         else:
             self._fill(a.j)
+            views = (view for room in self._rooms[a.j] for view in room.views)
+            self._gone.update((id(view), version(view)) for view in views)
             self._leaves[a.j] = a.t
 
     def install(self, j: int) -> None:
@@ -146,9 +149,11 @@ class StateTier:
         if rooms is None:
             return
         self._written.pop(j, PAST).wait()  # as others read it on the host
-        views = {id(view) for room in rooms for view in room.views}
+        gone = {id(view): self._gone.pop(id(view)) for room in rooms for view in room.views}
         for part, home, x in self._parts(j):
-            if id(x) in views:
+            if id(x) in gone:
+                if version(x) != gone[id(x)]:  # somebody has changed it meanwhile
+                    home.copy_(x)
                 self._put(part, home)
         x = None  # a name for a tensor is a user of it
         for room in rooms:

@@ -126,6 +126,23 @@ def test_memory_of_pipelines_is_that_of_the_moment_with_the_most(preset, ahead, 
     assert max(m.optimizer for m in slots) == most
 
 
+@pytest.mark.parametrize(("preset", "exposed_s"), [
+    # behind a step all stages' state comes and goes, but the first's comes beside a backward
+    ("1f1b", 6 * 4 * 1.0 + 1.0),
+    ("pipedream_2bw", 1.0),  # each beside what others compute; the last has to go
+])  # fmt: skip
+def test_state_of_pipelines_is_priced(preset, exposed_s):
+    short = {"num_workers": 1, "num_steps": 6, "num_microbatches": 4}
+    costs = replace(Costs.even(STAGES, compute_s=12.0, update_s=0.0), moved_s=(1.0,) * STAGES)
+    plan = tiered(preset, ahead=1, **short)
+    whole, apart = (
+        simulate(programs_of(p), costs, plan=p).makespan_s
+        for p in (replace(plan, tiers=None), plan)
+    )
+    print(apart - whole)
+    assert apart - whole == pytest.approx(exposed_s)
+
+
 @pytest.mark.parametrize("preset", ["gpipe", "pipedream"])
 def test_graphs_and_state_use_one_lane(preset):
     plan = replace(tiered(preset, num_workers=1, num_steps=4, num_microbatches=4), offloads=True)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
 
 from tests.harness.pipelines import Job, Outcome, pipelines
 from tests.harness.pipelines import fit as fit_job
@@ -110,7 +111,7 @@ def test_weights_losses_metrics_and_state_are_those_of_a_run_in_memory(
     assert_alike(apart, whole)
     assert all(end.found["moved"] > 0 for end in apart)
     if n == 1:
-        assert apart[0].found["ahead"] == (above > 0)
+        assert (apart[0].found["ahead"] > 0) == (above > 0)
     assert not list(tmp_path.iterdir())
 
 
@@ -199,6 +200,45 @@ def test_any_optimizer_that_makes_its_state_of_shapes(make: Any, tmp_path: Path)
     assert (apart[0].found["moved"] > 0) == bool(apart[0].found["state"])
 
 
+def uneven() -> DataLoader[Any]:
+    """Return batches of which the last is cut into fewer micro-batches."""
+    torch.manual_seed(1)
+    rows = [(torch.randn(n, 12), torch.arange(n) % 3) for n in (6, 6, 2)]
+    return DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+
+
+def test_a_last_batch_of_fewer_micro_batches(tmp_path: Path) -> None:
+    make = partial(Classifier, "mlp", "adamw")
+    strategy = {"preset": "1f1b", "num_microbatches": 3, "stages": ["net.4", "net.8", "net.12"]}
+    limit = {"disk": str(tmp_path), "memory_limit_bytes": least(strategy, 1, make)}
+    whole, apart = (
+        trained(make, way, 1, data=uneven, look=looked_at, max_epochs=2)
+        for way in (strategy, strategy | limit)
+    )
+    assert_alike(apart, whole)
+    assert apart[0].found["moved"] > 0
+
+
+@pytest.mark.parametrize(("preset", "n"), [("1f1b", 1), ("pipedream_2bw", 2)])
+def test_a_number_of_stages_is_cut_by_the_limit_if_it_can_be(
+    preset: str, n: int, tmp_path: Path
+) -> None:
+    make = partial(Classifier, "mlp", "adamw")
+    strategy = {"preset": preset, "num_microbatches": 3, "stages": 4 // n}
+    few = least(strategy, n, make)
+    for limit, moves in ((few, True), (10 * few, False)):
+        tight = strategy | {"disk": str(tmp_path), "memory_limit_bytes": limit}
+        ends = fit(tight, n, make, look=planned)
+        for end in ends:
+            assert (end.found["moved"] > 0) == moves
+            assert end.found["planned"] <= limit
+
+
+def planned(trainer: Any, module: Classifier) -> dict[str, Any]:
+    memory = trainer.strategy.planned_memory(0)
+    return looked_at(trainer, module) | {"planned": memory.total}
+
+
 def test_nothing_moves_where_all_fits(tmp_path: Path) -> None:
     strategy = plan("1f1b", num_microbatches=3)
     limit = {"disk": str(tmp_path), "memory_limit_bytes": 10**9}
@@ -244,7 +284,7 @@ def test_what_a_callback_changes_of_state_counts(change: Any, tmp_path: Path) ->
     limit = limited(strategy, 1, tmp_path, AHEAD)
     whole, apart = (fit(way, 1, callbacks=[change()]) for way in (strategy, limit))
     assert_alike(apart, whole)
-    assert apart[0].found["ahead"] == 1
+    assert apart[0].found["ahead"] > 0
     assert apart[0].found["losses"] != fit(strategy, 1)[0].found["losses"]
 
 

@@ -348,7 +348,7 @@ class StagewiseSession(AbstractSession):
             self.t += 1
 
     def _train_up_to_updates(self, actions: list[Action], *, is_last: bool) -> None:
-        begun = self.updates.up_to(actions, is_last=is_last)
+        begun = self.updates.up_to(actions, self.t, is_last=is_last)
         self.updates.hide(self.t)
         with self._watch.watching(self.t, [self._weights]):
             self._run(begun)

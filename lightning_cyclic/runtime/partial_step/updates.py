@@ -118,15 +118,19 @@ class Updates:
 
     # ------------------------------------------------------------------ updates from outside
 
-    def up_to(self, actions: Sequence[Action], *, is_last: bool) -> list[Action]:
+    def up_to(self, actions: Sequence[Action], t: int, *, is_last: bool) -> list[Action]:
         """Return what comes before the updates of a step, and keep the rest.
 
         Args:
+            t: the step.
             is_last: whether an update follows this batch; else nothing of it is sent either.
         """
         self.was_finite = None
-        if not is_last:
-            actions = [a for a in actions if (a.payload or a.kind) not in _OF_UPDATES]
+        if not is_last:  # but state of the step before leaves
+            actions = [
+                a for a in actions
+                if (a.payload or a.kind) not in _OF_UPDATES or (a.payload is Payload.O and a.t < t)
+            ]  # fmt: skip
         begun = list(takewhile(lambda a: not is_of_update(a), actions))
         self._rest = list(actions[len(begun) :])
         return begun
@@ -200,9 +204,6 @@ class Updates:
             self.make(None)
         self._flight.note(a for a in self._rest if a.kind is Kind.UPDATE)
         self._run([a for a in self._rest if a.kind is not Kind.UPDATE])
-        self.worker.settle()
-        if self.tier is not None:  # what others change of state between steps counts
-            for j, _ in self.tier.leaving():
-                self.tier.free(j)
+        self.worker.settle(joins=self.tier is None)  # state goes on leaving beside the next step
         self.norms.forget(t)
         self._rest = []
