@@ -144,6 +144,18 @@ def test_of_stages_that_are_updated_early_one_has_a_gradient_at_a_time(preset):
             with_state_in_tiers(plan, costs, chunks, CHUNK, limit, early=early)
 
 
+@pytest.mark.parametrize(("activation", "ahead"), [(30, 5), (0, 1)])
+def test_state_of_pipelines_comes_as_far_ahead_as_what_activations_leave(activation, ahead):
+    plan, costs = a_plan("1f1b", 1, 5), costs_of((4,) * 5, (activation,) * 5)
+    none, every, chunks = (0,) * 5, (CHUNK,) * 5, (1,) * 5
+    least = peak(replace(plan, tiers=Tiers(moved=every, kept=none, ahead=1)), costs)
+    found = with_state_in_tiers(plan, costs, chunks, CHUNK, least)
+    assert found.tiers.ahead == ahead
+    assert peak(found, costs) <= least
+    kept = sum(found.tiers.kept) // CHUNK
+    assert kept == best_by_brute_force(plan, costs, chunks, least) < sum(chunks)
+
+
 def test_nothing_moves_where_all_fits():
     plan, costs = a_plan("cyclic_dp", 1, 3), costs_of((4, 4, 4), (1, 1, 1))
     found = with_state_in_tiers(plan, costs, (1, 2, 1), CHUNK, 10_000)

@@ -10,7 +10,7 @@ import os
 import re
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
@@ -278,7 +278,19 @@ class ZeroesInHook(Callback):
             x["exp_avg"].zero_()
 
 
-@pytest.mark.parametrize("change", [Zeroes, Replaces, ZeroesInHook])
+@final
+class ZeroesBehind(Zeroes):
+    """Ends each step with no momentum, when state of its last stages is about to leave."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Change nothing."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        for x in trainer.optimizers[0].state.values():
+            x["exp_avg"].zero_()
+
+
+@pytest.mark.parametrize("change", [Zeroes, Replaces, ZeroesInHook, ZeroesBehind])
 def test_what_a_callback_changes_of_state_counts(change: Any, tmp_path: Path) -> None:
     strategy = plan("1f1b", num_microbatches=3)
     limit = limited(strategy, 1, tmp_path, AHEAD)
