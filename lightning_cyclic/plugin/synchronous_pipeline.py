@@ -106,7 +106,6 @@ class SynchronousPipelineTraining(PipelineTraining):
         self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
         session, made = self._session, list[Stages]()
-        apart = session.moves_state
         with ExitStack() as update:
 
             def closed() -> Any:
@@ -121,21 +120,24 @@ class SynchronousPipelineTraining(PipelineTraining):
                     made.append(updated)
                 return output
 
-            if self._scaling is None and not apart:
-                output = optimizer.step(closure=closed, **kwargs)
-            else:
+            if session.moves_state:
                 output = closed()
-                updates = made if self._scaling is None or output is not None else []
-                for updated in updates:
-                    if apart:
-                        session.updates.make(self._updates.stepping(updated, kwargs))
-                    else:  # as Lightning does
-                        optimizer.step(**kwargs)
+                if self._scaling is None or output is not None:
+                    self._step_apart(made, kwargs)
+            elif self._scaling is None:
+                output = optimizer.step(closure=closed, **kwargs)
+            elif (output := closed()) is not None and made:  # as Lightning does
+                optimizer.step(**kwargs)
         if session.cuts is not None:  # else the update came without a step
             session.end_step()
             if self._scaling is not None:
                 self._scaling.catch_up(session.t)
         return output
+
+    def _step_apart(self, made: Sequence[Stages], kwargs: dict[str, Any]) -> None:
+        """Call the optimizer for each stage, while its state is in memory."""
+        for updated in made if self._session.cuts is not None else ():
+            self._session.updates.make(self._updates.stepping(updated, kwargs))
 
     @property
     def _owned(self) -> Sequence[int]:

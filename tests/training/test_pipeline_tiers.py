@@ -200,6 +200,33 @@ def test_any_optimizer_that_makes_its_state_of_shapes(make: Any, tmp_path: Path)
     assert (apart[0].found["moved"] > 0) == bool(apart[0].found["state"])
 
 
+@final
+class Counts(Callback):
+    """Counts the parameters of each call of the optimizer."""
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.counts: list[int] = []
+
+        def note(optimizer: Any, *_: Any) -> None:
+            self.counts.append(sum(len(group["params"]) for group in optimizer.param_groups))
+
+        trainer.optimizers[0].register_step_pre_hook(note)
+
+
+def counted(trainer: Any, module: Classifier) -> list[int]:
+    (counts,) = (c.counts for c in trainer.callbacks if isinstance(c, Counts))
+    return counts
+
+
+@pytest.mark.parametrize("preset", ["1f1b", "pipedream_2bw"])
+def test_the_optimizer_is_called_for_each_stage_from_the_first_step_on(
+    preset: str, tmp_path: Path
+) -> None:
+    limit = limited(plan(preset, num_microbatches=3), 1, tmp_path)
+    ((end,), each) = fit(limit, 1, look=counted, callbacks=[Counts()]), (4, 4, 4, 6)
+    assert sorted(end.found) == sorted(each * NUM_BATCHES * NUM_EPOCHS)
+
+
 def uneven() -> DataLoader[Any]:
     """Return batches of which the last is cut into fewer micro-batches."""
     torch.manual_seed(1)

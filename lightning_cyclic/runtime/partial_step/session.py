@@ -139,7 +139,7 @@ class StagewiseSession(AbstractSession):
     @property
     def moves_state(self) -> bool:
         """Say whether optimizer state comes for the update of its stage, and goes behind it."""
-        return self._own is not None and self._own.tier is not None
+        return self.config.tiers is not None
 
     @property
     def replica(self) -> tuple[int, ...]:
