@@ -122,8 +122,7 @@ class SynchronousPipelineTraining(PipelineTraining):
 
             if session.moves_state:
                 output = closed()
-                if self._scaling is None or output is not None:
-                    self._step_apart(made, kwargs)
+                self._step_apart(output, made, kwargs)
             elif self._scaling is None:
                 output = optimizer.step(closure=closed, **kwargs)
             elif (output := closed()) is not None and made:  # as Lightning does
@@ -134,9 +133,10 @@ class SynchronousPipelineTraining(PipelineTraining):
                 self._scaling.catch_up(session.t)
         return output
 
-    def _step_apart(self, made: Sequence[Stages], kwargs: dict[str, Any]) -> None:
+    def _step_apart(self, output: Any, made: Sequence[Stages], kwargs: dict[str, Any]) -> None:
         """Call the optimizer for each stage, while its state is in memory."""
-        for updated in made if self._session.cuts is not None else ():
+        is_left_out = self._scaling is not None and output is None  # as by Lightning
+        for updated in () if is_left_out or self._session.cuts is None else made:
             self._session.updates.make(self._updates.stepping(updated, kwargs))
 
     @property
