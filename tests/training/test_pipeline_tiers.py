@@ -234,16 +234,22 @@ def uneven() -> DataLoader[Any]:
     return DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
 
 
+def with_plans(trainer: Any, module: Classifier) -> dict[str, Any]:
+    own = trainer.strategy._training._session.own
+    return looked_at(trainer, module) | {"tiers": [own.plan_of(m).tiers for m in (3, 2)]}
+
+
 def test_a_last_batch_of_fewer_micro_batches(tmp_path: Path) -> None:
     make = partial(Classifier, "mlp", "adamw")
     strategy = {"preset": "1f1b", "num_microbatches": 3, "stages": ["net.4", "net.8", "net.12"]}
     limit = {"disk": str(tmp_path), "memory_limit_bytes": least(strategy, 1, make)}
     whole, apart = (
-        trained(make, way, 1, data=uneven, look=looked_at, max_epochs=2)
+        trained(make, way, 1, data=uneven, look=with_plans, max_epochs=2)
         for way in (strategy, strategy | limit)
     )
     assert_alike(apart, whole)
     assert apart[0].found["moved"] > 0
+    assert len(set(apart[0].found["tiers"])) == 1
 
 
 @pytest.mark.parametrize(("preset", "n"), [("1f1b", 1), ("pipedream_2bw", 2)])
