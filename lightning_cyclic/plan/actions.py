@@ -22,6 +22,8 @@ behind ``#``:
     2FETCH_O#4         copy optimizer state of stage 2 into memory, for its update of step 4
     2EVICT_O#4         copy it to where there is room, when that update is over
     2FREE_O#4          drop what has been copied
+    2FETCH_P@3#4       copy version 3 of the weights of stage 2 into memory, for their use
+    2EVICT_P@4#4, 2FREE_P@4#4   copy to where there is room what an update has made; drop it
     2EVICT_A1#4        copy what the forward of micro-batch 1 has left to where there is room
     2FREE_A1#4         drop what has been copied
     2FETCH_A1#4        copy it into memory again, for the backward
@@ -76,7 +78,7 @@ class Payload(_Name):
     S = "S"  # partial gradient sums, micro-batch i -> i+1
     T = "T"  # the total of a step, last micro-batch's worker -> owner
     H = "H"  # the gradient of a micro-batch, its worker -> the owner, who adds all of them
-    P = "P"  # parameters of a version, owner -> owner+1 -> ...
+    P = "P"  # parameters of a version, owner -> owner+1 -> ...; or between tiers of memory
     U = "U"  # outer weights of local steps, which a step's differences have made; as P
     R = "R"  # relayed module buffers (BatchNorm statistics), micro-batch i -> i+1
     W = "W"  # gradient of tied parameters, a later stage that uses them -> the first, stage j
@@ -110,7 +112,7 @@ class Action:
         j: stage (0 = input side).
         i: micro-batch inside the step (0-based); only of F, B, I, W and ADD, of messages A, G, S,
             H, R and W, of P where parameters are fetched for each use, and of what moves A.
-        v: weight version; only of F, B, I, W, UPDATE, GATHER, FREE, P and V.
+        v: weight version; only of F, B, I, W, UPDATE, GATHER, FREE without a payload, P and V.
         peer: the other worker of a SEND or RECV.
         s: slot in which the timetable places the action; no part of its identity or text.
     """
@@ -168,7 +170,7 @@ Program = tuple[Action, ...]  # what one worker does, in its order
 _PATTERN = re.compile(
     r"(?P<j>\d+)"
     r"(?:(?P<kind>F|B|I|W|ADD|OUTER|UPDATE|TELL|GATHER|FREE)"
-    r"|(?P<way>SEND|RECV)_(?P<payload>[AGSTHPURWVDLNCKXM])|(?P<move>FETCH|EVICT|FREE)_(?P<moved>[AO]))"
+    r"|(?P<way>SEND|RECV)_(?P<payload>[AGSTHPURWVDLNCKXM])|(?P<move>FETCH|EVICT|FREE)_(?P<moved>[AOP]))"
     r"(?P<i>\d+)?(?:@(?P<v>\d+))?(?:(?P<arrow>[<>])(?P<peer>\d+))?#(?P<t>\d+)"
     r"(?:~(?P<lane>sums|weights|tiers))?",
     re.ASCII,  # other scripts' digits would parse but not print back

@@ -21,13 +21,17 @@
                makes  state, of which its UPDATE makes new state
     EVICT      reads  new state                                       makes the next FETCH's copy
                FREE of state reads both, and frees the state
+    FETCH_P    reads  the copy of a stage's weights, which stays      makes the weights
+    EVICT_P    reads  a new version                                   makes its copy, in the place
+               of the one before, as its UPDATE has made the version
+               FREE of weights reads both, and frees the weights
     EVICT_A    reads  a graph                                         makes its copy
                FREE reads both, and frees the graph; FETCH frees the copy, and makes the graph
     SEND       reads  what it carries                                 and frees it if it goes away
     RECV       makes  what it carries
 
-Names of data are tuples, each with one maker, but for graphs that have left memory, and come
-back; a message carries a datum under its name. The
+Names of data are tuples, each with one maker, but for graphs and weights that have left memory,
+and come back; a message carries a datum under its name. The
 passes, the checker, the account, the simulator, the planner's memory and the runtime all follow
 this table. What is given from the beginning (the first weights, the batch of who begins a step) is
 made by nobody.
@@ -76,9 +80,15 @@ class Datum(enum.Enum):
     NEW_STATE = enum.auto()  # (j, t): what the update has made of it
     COPY = enum.auto()  # (j, t): state where there is room, of which the update of step t fetches
     GRAPH_COPY = enum.auto()  # (t, i, j): a graph where there is room
+    WEIGHTS_COPY = enum.auto()  # (j, v): weights where there is room
 
 
 Item: TypeAlias = tuple[object, ...]  # a Datum and its numbers
+
+IN_MEMORY = {Payload.O: Datum.STATE, Payload.P: Datum.WEIGHTS}
+"""What a FETCH makes."""
+PUT_AWAY = {Payload.O: Datum.COPY, Payload.P: Datum.WEIGHTS_COPY}
+"""What an EVICT makes."""
 
 
 class Flow(NamedTuple):
@@ -222,11 +232,15 @@ class Dataflow:
                 reads.append((Datum.OUTER, a.j, step))
         if plan is not None and plan.updates_hear_norms:
             reads += [(Datum.NORMS, a.t, j) for j in range(plan.num_stages)]
-        if plan is not None and plan.tiers is not None and plan.tiers.moved[a.j]:
-            state = ((Datum.STATE, a.j, a.t),)
-            made = ((Datum.WEIGHTS, a.j, a.v), (Datum.NEW_STATE, a.j, a.t))
-            return Flow((*taken, *reads, *state), made, (*taken, *state))
-        return Flow((*taken, *reads), ((Datum.WEIGHTS, a.j, a.v),), taken)
+        made: tuple[Item, ...] = ((Datum.WEIGHTS, a.j, a.v),)
+        replaced: tuple[Item, ...] = ()
+        if plan is not None and plan.tiers is not None:
+            if plan.tiers.moved[a.j]:
+                taken = (*taken, (Datum.STATE, a.j, a.t))
+                made = (*made, (Datum.NEW_STATE, a.j, a.t))
+            if plan.tiers.moves_weights(a.j):  # of which there is one version
+                replaced = ((Datum.WEIGHTS, a.j, a.v - 1),)
+        return Flow((*taken, *reads), made, (*taken, *replaced))
 
     def _free(self, a: Action) -> Flow:
         if a.payload is Payload.A:
@@ -235,6 +249,9 @@ class Dataflow:
         if a.payload is Payload.O:
             state = (Datum.NEW_STATE, a.j, a.t)
             return Flow((state, (Datum.COPY, a.j, a.t + 1)), (), (state,))
+        if a.payload is Payload.P:
+            here, copied = (Datum.WEIGHTS, a.j, a.v), (Datum.WEIGHTS_COPY, a.j, a.v)
+            return Flow((here, copied), (), (here,))
         weights = ((Datum.WEIGHTS, a.j, a.v),)
         return Flow(weights, (), weights)
 
@@ -242,12 +259,19 @@ class Dataflow:
         if a.payload is Payload.A:
             graph, copied = _graph_and_copy(a)
             return Flow((graph,), (copied,))
+        if a.payload is Payload.P:
+            assert a.v is not None
+            older = (Datum.WEIGHTS_COPY, a.j, a.v - 1)
+            here, copied = (Datum.WEIGHTS, a.j, a.v), (Datum.WEIGHTS_COPY, a.j, a.v)
+            return Flow((here, older), (copied,), (older,))
         return Flow(((Datum.NEW_STATE, a.j, a.t),), ((Datum.COPY, a.j, a.t + 1),))
 
     def _fetch(self, a: Action) -> Flow:
         if a.payload is Payload.A:
             graph, copied = _graph_and_copy(a)
             return Flow((copied,), (graph,), (copied,))
+        if a.payload is Payload.P:
+            return Flow(((Datum.WEIGHTS_COPY, a.j, a.v),), ((Datum.WEIGHTS, a.j, a.v),))
         copy = ((Datum.COPY, a.j, a.t),)
         return Flow(copy, ((Datum.STATE, a.j, a.t),), copy)
 

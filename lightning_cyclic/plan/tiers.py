@@ -9,12 +9,13 @@ from typing import final
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiers:
-    """Say how much optimizer state of each stage comes for an update, and goes behind it.
+    """Say how much of each stage comes when it is used, and goes behind it.
 
     Args:
-        moved: bytes of each stage that come and go; 0 where all of it stays.
-        kept: bytes of each stage that stay.
-        ahead: how many forwards, backwards and updates before an update its state begins to come,
+        moved: bytes of its optimizer state that come for an update; 0 where all of it stays.
+        kept: bytes of it that stay.
+        weights: bytes of its weights that come for each forward, backward and update. [all stay]
+        ahead: how many forwards, backwards and updates before its use what moves begins to come,
             and how many behind it until it has gone, so that the worker goes on meanwhile.
         early: whether stages are updated right behind their backwards, so that the gradients of
             one are gone when those of the next come; else behind all of the step. One worker
@@ -23,5 +24,10 @@ class Tiers:
 
     moved: tuple[int, ...]
     kept: tuple[int, ...]
+    weights: tuple[int, ...] = ()
     ahead: int = 1
     early: bool = False
+
+    def moves_weights(self, j: int) -> bool:
+        """Say whether weights of a stage come and go."""
+        return bool(self.weights) and self.weights[j] > 0

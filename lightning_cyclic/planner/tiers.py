@@ -1,7 +1,7 @@
-"""Tiers: how much optimizer state stays in memory under a limit; the rest comes for its update.
+"""Tiers: what stays in memory under a limit; the rest comes when it is used.
 
-State of a stage lies in chunks of equal size. Where a worker is in its program says which stages'
-state is there for an update; that of all others has the room that is left:
+What a stage has lies in chunks of equal size. Where a worker is in its program says which stages'
+chunks are there, as they are used; those of all others have the room that is left:
 
     place            what is there besides    room for what stays of others
     B0               weights, activations     limit - these
@@ -13,6 +13,9 @@ does so is found from the last stage of each place backwards, as those of a plac
 other. Less moves by no rule, but for the part of a chunk that steps unlike each other would save:
 this is what a cache does that knows its future (Belady's rule, by which PatrickStar evicts).
 
+Optimizer state moves first, once each way in a step. Weights come for forwards, and again for
+backwards and updates, and move where the limit is less than is needed with all weights in memory.
+
 Source: Fang et al., "PatrickStar", arXiv 2108.05818 (chunks, the rule of eviction).
 """
 
@@ -20,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 from lightning_cyclic.errors import PlanError
@@ -30,13 +32,34 @@ from lightning_cyclic.simulate.costs import Costs
 from lightning_cyclic.simulate.memory import memory_by_place, spans
 
 
-def with_state_in_tiers(
+class Chunks(NamedTuple):
+    """Say in how many chunks something of each stage lies.
+
+    Args:
+        num_bytes: of one.
+        unused: bytes of all of them that nothing lies in.
+    """
+
+    counts: Sequence[int]
+    num_bytes: int
+    unused: int = 0
+
+    def of(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Return the bytes of so many of each stage."""
+        return tuple(n * self.num_bytes for n in numbers)
+
+    def rest(self, kept: Sequence[int]) -> tuple[int, ...]:
+        """Return the bytes of all but so many of each stage."""
+        return self.of([n - k for n, k in zip(self.counts, kept, strict=True)])
+
+
+def in_tiers(
     plan: Plan,
     costs: Costs,
-    chunks: Sequence[int],
-    chunk_bytes: int,
+    state: Chunks,
     limit_bytes: float,
     *,
+    weights: Chunks | None = None,
     besides: float = 0.0,
     early: bool = False,
     remat: bool = False,
@@ -49,16 +72,16 @@ def with_state_in_tiers(
     Args:
         plan: of enough steps to be steady.
         costs: bytes of weights and activations.
-        chunks: how many the optimizer state of each stage has.
-        chunk_bytes: of one.
+        state: chunks of optimizer state.
         limit_bytes: most bytes that a worker may have in memory.
-        besides: bytes of it that a worker has for other things at any time.
+        weights: chunks of weights, of one worker alone. [all stay]
+        besides: bytes of the limit that a worker has for other things at any time.
         early: whether stages are updated right behind their backwards, by one worker alone.
         remat: whether backwards of single stages run their forward again.
 
     Returns:
-        The plan with tiers; with nothing that moves, if all state fits. Stages are updated one by
-        one in either case, as gradients of all of them at once would take more room.
+        The plan with tiers; with nothing that moves, if all fits. Stages are updated one by one
+        in either case, as gradients of all of them at once would take more room.
 
     Raises:
         PlanError: the limit is less than what is needed at once, and the text names the least; or
@@ -70,77 +93,77 @@ def with_state_in_tiers(
             "the norm of all stages), so that all stages are updated at once; allowed: "
             "norms='none'; use that (clip_norm='stage')"
         )
-    fitting = partial(
-        _fitting, plan, costs, chunks, chunk_bytes, limit_bytes - besides,
-        early=early, remat=remat,
-    )  # fmt: skip
     least = float("inf")
-    for ahead in (1, 0):
-        found = fitting(ahead)
-        least = min(least, limit_bytes + found.missing)
-        if found.kept is None:
-            continue
-        if ahead and not plan.axes.placement.runs_whole_micro:
-            # behind a step activations are gone, and state has room beside the last backwards
-            further = map(fitting, range(plan.num_stages, 1, -1))
-            stays = sum(found.kept)
-            found = next((x for x in further if x.kept and sum(x.kept) >= stays), found)
-        assert found.kept is not None
-        return replace(plan, tiers=_with_kept(found.tiers, chunks, found.kept, chunk_bytes))
+    every, none = state.of(state.counts), (0,) * len(state.counts)
+    for moving in (None,) if weights is None else (None, weights):
+        room = limit_bytes - besides - (moving.unused if moving is not None else 0)
+        for ahead in (1, 0):
+            tiers = Tiers(moved=every, kept=none, ahead=ahead, early=early)
+            if moving is not None:
+                tiers = replace(tiers, weights=moving.of(moving.counts))
+            rooms = rooms_beside(replace(plan, tiers=tiers), costs, room, remat=remat)
+            needed = limit_bytes - min(min(x.values()) for x in rooms)
+            least = min(least, needed)
+            if needed > limit_bytes:
+                continue
+            if moving is not None:
+                kept = _most(replace(plan, tiers=tiers), costs, moving, room, "fetched")
+                tiers = replace(tiers, weights=moving.rest(kept))
+            kept = _most(replace(plan, tiers=tiers), costs, state, room, "state", remat=remat)
+            if ahead and not plan.axes.placement.runs_whole_micro:
+                tiers, kept = _further_ahead(plan, costs, state, room, tiers, kept, remat=remat)
+            return replace(plan, tiers=replace(tiers, moved=state.rest(kept), kept=state.of(kept)))
+    what = "optimizer state" if weights is None else "weights and optimizer state"
     raise PlanError(
         f"a limit of {limit_bytes:.0f} bytes, but a worker of preset {plan.preset!r} with "
-        f"{plan.num_stages} stages needs {least:.0f} at once, with optimizer state of one stage "
+        f"{plan.num_stages} stages needs {least:.0f} at once, with {what} of one stage "
         f"at a time in memory; allowed: {least:.0f} or more; use that, smaller batches, or more "
         "stages"
     )
 
 
-class _Fitting(NamedTuple):
-    """Say what of state stays, if state comes so far ahead; None where bytes are missing."""
+def _further_ahead(
+    plan: Plan, costs: Costs, state: Chunks, room: float, tiers: Tiers, kept: list[int], *,
+    remat: bool,
+) -> tuple[Tiers, list[int]]:  # fmt: skip
+    """Let state of single stages come as far ahead as it can, as long as no less of it stays.
 
-    tiers: Tiers
-    missing: float
-    kept: list[int] | None
-
-
-def _fitting(
-    plan: Plan, costs: Costs, chunks: Sequence[int], chunk_bytes: int, limit_bytes: float,
-    ahead: int, *, early: bool, remat: bool,
-) -> _Fitting:  # fmt: skip
-    every = tuple(n * chunk_bytes for n in chunks)
-    tiers = Tiers(moved=every, kept=(0,) * len(every), ahead=ahead, early=early)
-    rooms = rooms_beside_state(replace(plan, tiers=tiers), costs, limit_bytes, remat=remat)
-    missing = -min(min(x.values()) for x in rooms)
-    fits = missing <= 0
-    kept = most_that_stays(plan, chunks, chunk_bytes, rooms) if fits else None
-    return _Fitting(tiers, missing, kept)
+    Behind a step activations are gone, and state has room beside the last backwards.
+    """
+    for ahead in range(plan.num_stages, tiers.ahead, -1):
+        further = replace(tiers, ahead=ahead)
+        rooms = rooms_beside(replace(plan, tiers=further), costs, room, remat=remat)
+        if min(min(x.values()) for x in rooms) < 0:
+            continue
+        found = most_that_stays(plan, state.counts, state.num_bytes, rooms)
+        if sum(found) >= sum(kept):
+            return further, found
+    return tiers, kept
 
 
-def _with_kept(
-    tiers: Tiers, chunks: Sequence[int], kept: Sequence[int], chunk_bytes: int
-) -> Tiers:
-    return replace(
-        tiers,
-        moved=tuple((n - k) * chunk_bytes for n, k in zip(chunks, kept, strict=True)),
-        kept=tuple(k * chunk_bytes for k in kept),
-    )
+def _most(
+    plan: Plan, costs: Costs, chunks: Chunks, room: float, kind: str, *, remat: bool = False
+) -> list[int]:
+    rooms = rooms_beside(plan, costs, room, kind, remat=remat)
+    return most_that_stays(plan, chunks.counts, chunks.num_bytes, rooms)
 
 
-def rooms_beside_state(
-    plan: Plan, costs: Costs, limit_bytes: float, *, remat: bool = False
+def rooms_beside(
+    plan: Plan, costs: Costs, limit_bytes: float, kind: str = "state", *, remat: bool = False
 ) -> list[dict[tuple[int, ...], float]]:
-    """Return for each worker: stages whose state is there -> the least room for what stays.
+    """Return for each worker: stages of which something is there -> the least room for others.
 
     Args:
-        plan: of which all state comes and goes.
+        plan: of which all of it comes and goes.
+        kind: of spans, what comes and goes.
     """
     found: list[dict[tuple[int, ...], float]] = []
     rows = memory_by_place(plan, costs, remat=remat)
     for row, held in zip(rows, spans(plan, remat=remat), strict=True):
-        state = [x for x in held if x.kind == "state"]
+        comes = [x for x in held if x.kind == kind]
         rooms: dict[tuple[int, ...], float] = {}
         for place, kept in enumerate(row):
-            there = tuple(sorted({x.j for x in state if x.begin <= place < x.end}))
+            there = tuple(sorted({x.j for x in comes if x.begin <= place < x.end}))
             rooms[there] = min(rooms.get(there, float("inf")), limit_bytes - kept.total)
         found.append(rooms)
     return found

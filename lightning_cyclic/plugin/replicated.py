@@ -52,7 +52,7 @@ from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.training import AbstractTraining, agreed_seed, epoch_ends
 from lightning_cyclic.plugin.updates import Stages, no_update
 from lightning_cyclic.plugin.weight_guard import WeightGuard
-from lightning_cyclic.runtime.absent import is_absent
+from lightning_cyclic.runtime.absent import is_absent, num_bytes_of
 from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.loss_scaling import Outcomes
@@ -156,6 +156,7 @@ class ReplicatedTraining(AbstractTraining):
             folder=None if options.disk is None else Path(options.disk),
             device=device,
             optimizer=lambda: trainer.optimizers[0],
+            moves_weights=not may_accumulate(trainer),  # else a step has several forwards
             early=self._may_update_early(trainer),
             say=rank_zero_info,
         )
@@ -483,7 +484,7 @@ class ReplicatedTraining(AbstractTraining):
         state: dict[str, Any] = own()
         if self._trainer.is_global_zero:
             # parameters are views of flat buffers, which torch.save would write whole
-            state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+            state = {k: v.clone() if _is_part(v) else v for k, v in state.items()}
         return state
 
     @override
@@ -499,6 +500,11 @@ class ReplicatedTraining(AbstractTraining):
         self._guard.forget()
         self._session.close()
         super().close()
+
+
+def _is_part(x: Any) -> bool:
+    """Say whether a tensor is a part of its memory, and not all of it."""
+    return isinstance(x, Tensor) and x.untyped_storage().nbytes() > num_bytes_of(x)
 
 
 def batches_of_step(trainer: Trainer) -> int:

@@ -125,7 +125,9 @@ class Checkpoints(DDPStrategy):
     def _exceeds_memory(self) -> bool:
         """Say whether no rank may have all parameters, and the plan needs none to."""
         options, limit = self._options, self._chosen.memory_limit_bytes
-        if limit is None or self.world_size == 1 or not options.makes_stages_apart:
+        if self.world_size == 1:  # it may have some elsewhere, when it is known how many
+            return options.moves_state
+        if limit is None or not options.makes_stages_apart:
             return False
         assert self.lightning_module is not None
         return sum(map(num_bytes_of, self.lightning_module.parameters())) > limit
@@ -141,7 +143,8 @@ class Checkpoints(DDPStrategy):
         self._note_unmade()
         if self._training is not self._fitted:
             self._fitted = None  # whose weights they are no more
-        if self._unmade is not None and self._folder is None and self._exceeds_memory:
+        is_file = self._unmade is not None and self._folder is None
+        if is_file and self.world_size > 1 and self._exceeds_memory:
             refuse_file("a checkpoint to go on from")
         torn_weights.make_writable(self.lightning_module)
         with self._training.writable():

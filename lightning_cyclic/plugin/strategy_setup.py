@@ -175,7 +175,7 @@ class Setup(Checkpoints):
         unmade.check()
         if not self._exceeds_memory:
             unmade.make_all()
-        elif fitting:
+        elif fitting and self.world_size > 1:
             check_beyond_memory(
                 trainer, in_files=not self._chosen.save_distributed_checkpoint,
                 by_stages=self._options.is_stagewise,

@@ -74,6 +74,7 @@ class MetaWeights:
         self._making = ""
         self._is_open = True  # for what a checkpoint has
         self._lent: dict[int, tuple[nn.Parameter, str]] | None = None
+        self._graphs_hold = True
         self._kept: set[int] = set()  # of them, by graphs
         names: dict[int, list[str]] = {}
         parameters = module.named_parameters(remove_duplicate=False)
@@ -178,7 +179,7 @@ class MetaWeights:
             p.data = values.to(p.device, p.dtype).contiguous()
         if self._lent is not None:
             self._lent[id(p)] = p, name
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self._graphs_hold:
                 self._kept.add(id(p))
 
     def accept(self, name: str, values: Tensor) -> bool:
@@ -191,9 +192,9 @@ class MetaWeights:
         """Let it be read: there is none yet."""
 
     @contextmanager
-    def lending(self) -> Iterator[None]:
+    def lending(self, *, graphs_hold: bool = True) -> Iterator[None]:
         """Let what the body reads leave behind the call of its module; what graphs hold, later."""
-        self._lent = {}
+        self._lent, self._graphs_hold = {}, graphs_hold
         hook = nn.modules.module.register_module_forward_hook(
             lambda m, *_: self._take_back(m.parameters()), always_call=True
         )
@@ -273,11 +274,15 @@ class MetaWeights:
 
 
 @contextmanager
-def lending(module: nn.Module) -> Iterator[None]:
-    """Run the body, which runs a module; what is not made for good is there while it is called."""
+def lending(module: nn.Module, *, graphs_hold: bool = True) -> Iterator[None]:
+    """Run the body, which runs a module; what is not made for good is there while it is called.
+
+    Args:
+        graphs_hold: whether graphs that the body makes hold it until the end.
+    """
     homes = (h for h in map(home_of, module.parameters()) if isinstance(h, MetaWeights))
     home = next(homes, None)
-    with nullcontext() if home is None else home.lending():
+    with nullcontext() if home is None else home.lending(graphs_hold=graphs_hold):
         yield
 
 

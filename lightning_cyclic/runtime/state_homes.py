@@ -27,10 +27,7 @@ from lightning_cyclic.runtime.buffers import span
 from lightning_cyclic.runtime.state_layout import Chunk
 
 _MOST_AT_ONCE = 1 << 30  # bytes that the system reads or writes in one call
-_STATE = (
-    "the optimizer state that does not stay in memory; use another one, or raise "
-    "memory_limit_bytes"
-)
+_STATE = "for what does not stay in memory; use another one, or raise memory_limit_bytes"
 ACTIVATIONS = (
     "what one forward leaves, and as much for each that waits for its backward; use another one, "
     'or activation_checkpointing="always"'

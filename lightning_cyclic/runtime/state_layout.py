@@ -1,4 +1,4 @@
-"""How optimizer state lies in chunks of equal size, known before the optimizer has made any.
+"""How weights and optimizer state lie in chunks of equal size, known before there is any state.
 
 An optimizer of torch makes its state in its first step. A copy of it, whose parameters have shapes
 and no memory, makes the same state without any. What it makes is laid into chunks, parameter by
@@ -7,7 +7,8 @@ parameter; a chunk never has parts of two stages:
     stage 0   | exp_avg of w, exp_avg_sq of w, exp_avg of b, ...  | ...  .. |
     stage 1   | ...                                  ............ |             dots: not used
 
-Numbers that count steps have one element each, and stay where they are.
+Numbers that count steps have one element each, and stay where they are. Weights have chunks of
+their own; what is frozen is apart from what is trained, as it need not be written back.
 
 Source: Fang et al., "PatrickStar", arXiv 2108.05818, section 6 (chunks, and the search of their
     size: that which leaves least room unused).
@@ -23,9 +24,11 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.buffers import aligned, total_bytes
 from lightning_cyclic.runtime.gradient_store import hidden
 from lightning_cyclic.runtime.values.plain import TensorSpec
@@ -35,7 +38,7 @@ _FAST = ("fused", "foreach", "capturable")  # which want a device that has memor
 
 
 class Part(NamedTuple):
-    """Name one tensor of the state of a parameter."""
+    """Name one tensor of the state of a parameter, or, with no key, its weights."""
 
     p: nn.Parameter
     key: str
@@ -57,7 +60,7 @@ class StateLayout:
     Args:
         stages: of each its chunks.
         chunk_bytes: of each chunk.
-        num_bytes: of all state.
+        num_bytes: of all that lies in them.
     """
 
     stages: tuple[tuple[Chunk, ...], ...]
@@ -83,13 +86,31 @@ def lay_state(optimizer: Optimizer, stages: Sequence[Sequence[nn.Parameter]]) ->
         ConfigurationError: it cannot be known from shapes alone.
     """
     made = _state_by_shapes(optimizer, {p for ps in stages for p in ps})
-    parts = [[part for p in ps for part in made.get(p, ())] for ps in stages]
-    sizes = [part.num_bytes for each in parts for part in each]
+    return _laid([[[part for p in ps for part in made.get(p, ())]] for ps in stages])
+
+
+def lay_weights(stages: Sequence[Sequence[nn.Parameter]]) -> StateLayout:
+    """Lay the weights of stages into chunks, of any that are strided."""
+    laid = [[p for p in ps if p.layout is torch.strided and not is_lazy(p)] for ps in stages]
+    return _laid([
+        [[_weights(p) for p in ps if p.requires_grad is trains] for trains in (True, False)]
+        for ps in laid
+    ])  # fmt: skip
+
+
+def _laid(parts: Sequence[Sequence[Sequence[Part]]]) -> StateLayout:
+    """Lay parts of stages into chunks, of which none has parts of two of a stage's groups."""
+    sizes = [part.num_bytes for groups in parts for each in groups for part in each]
     if not sizes:
         return StateLayout(((),) * len(parts), aligned(1), 0)
     least = max(sizes)
     tried = [aligned(least + least * k // (_SIZES // 2)) for k in range(_SIZES)]
-    packed = {size: tuple(tuple(_packed(each, size)) for each in parts) for size in tried}
+    packed = {
+        size: tuple(
+            tuple(chunk for each in groups for chunk in _packed(each, size)) for groups in parts
+        )
+        for size in tried
+    }
     best = min(tried, key=lambda size: size * sum(map(len, packed[size])))
     return StateLayout(packed[best], best, sum(sizes))
 
@@ -125,8 +146,20 @@ def _state_by_shapes(
     return {p: list(_parts_of(p, copied.state.get(x, {}))) for p, x in shapes.items()}
 
 
+def _weights(p: nn.Parameter) -> Part:
+    return Part(p, "", TensorSpec.of(_shape_as_used(p))._replace(on_host=True))
+
+
+def _shape_as_used(p: nn.Parameter) -> Tensor:
+    """Return a tensor that lies as a parameter does where it has its values, and has none."""
+    stride = p.stride()
+    if is_absent(p):  # which is to come as it is made
+        stride = torch.empty(p.size(), device="meta").stride()
+    return torch.empty_strided(p.size(), stride, dtype=p.dtype, device="meta")
+
+
 def _with_gradient(p: nn.Parameter) -> nn.Parameter:
-    x = nn.Parameter(torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta"))
+    x = nn.Parameter(_shape_as_used(p))
     x.grad = torch.empty_like(x)
     return x
 

@@ -44,8 +44,10 @@ Weights = Mapping[str, Tensor]
 _CHEAP = 0.01
 _NAME = "data"
 _DATA: Any = Tensor.data
+get_data: Any = _DATA.__get__
+"""Take the ``data`` of a parameter, and tell nobody."""
 put_data: Any = _DATA.__set__
-"""Set the ``data`` of a parameter, and tell nobody."""
+"""Set it, and tell nobody."""
 
 
 class Looks(Protocol):
@@ -86,7 +88,7 @@ class WatchedData:
         if p is None:
             return _DATA
         self._tell(p)
-        return _DATA.__get__(p)
+        return get_data(p)
 
     def __set__(self, p: nn.Parameter, value: Tensor) -> None:
         self._tell(p)
@@ -193,7 +195,7 @@ class WeightWatch:
             self._places = {id(x): (k, n) for k, group in groups for n, x in group.items()}
         place = self._places.get(id(p))
         if place is not None and place not in self._looked:
-            self._looked[place] = _DATA.__get__(p), sum_of_bits(p)
+            self._looked[place] = get_data(p), sum_of_bits(p)
 
     @contextmanager
     def watching(self, t: int, groups: Sequence[Weights]) -> Iterator[None]:

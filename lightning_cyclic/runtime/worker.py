@@ -354,7 +354,8 @@ class Worker:
         a, (reads, _, _) = row
         for item in reads:
             is_outer = item[0] is Datum.OUTER and a.lane is Lane.WEIGHTS  # not made by this one
-            if item[0] is Datum.WEIGHTS or is_outer:  # a lane may be ahead of who posts
+            is_handed_on = item[0] is Datum.WEIGHTS and a.kind is Kind.SEND
+            if is_handed_on or is_outer:  # a lane may be ahead of who posts
                 self._await_post(item)
             if item in self._coming or item in self._taken:
                 self._take_in(item)

@@ -22,8 +22,8 @@ FIRST_HALF = 0.5  # of a backward that is split: one of those products is for th
 
 
 _NONE_BY_DEFAULT = (
-    "update_s", "moved_s", "put_away_s", "encode_s", "decode_s", "publish_s", "cut_bytes",
-    "buffer_bytes", "tied_bytes", "activation_bytes",
+    "update_s", "moved_s", "weights_moved_s", "put_away_s", "encode_s", "decode_s", "publish_s",
+    "cut_bytes", "buffer_bytes", "tied_bytes", "activation_bytes",
 )  # fmt: skip
 
 
@@ -106,6 +106,7 @@ class Costs:
         update_s: seconds of one optimizer step; none by default.
         moved_s: seconds in which optimizer state that leaves memory is copied, one way; none by
             default.
+        weights_moved_s: the same of weights.
         put_away_s: seconds in which what the forward of one micro-batch leaves is copied, one
             way, where it leaves memory; none by default.
         encode_s: seconds in which a gradient, or a sum, is made what is sent of it; none by
@@ -132,6 +133,7 @@ class Costs:
     param_bytes: tuple[float, ...]
     update_s: tuple[float, ...] = ()
     moved_s: tuple[float, ...] = ()
+    weights_moved_s: tuple[float, ...] = ()
     put_away_s: tuple[float, ...] = ()
     encode_s: tuple[float, ...] = ()
     decode_s: tuple[float, ...] = ()
@@ -290,8 +292,9 @@ class Costs:
         if action.kind is Kind.W:
             return self.backward_s[action.j] * (1 - FIRST_HALF)
         if action.kind in (Kind.FETCH, Kind.EVICT):
-            of_graph = action.payload is Payload.A
-            return (self.put_away_s if of_graph else self.moved_s)[action.j]
+            is_state = action.payload is Payload.O
+            moved_s = self.moved_s if is_state else self.weights_moved_s
+            return (self.put_away_s if action.payload is Payload.A else moved_s)[action.j]
         is_update = action.kind is Kind.UPDATE
         return self.update_s[action.j] + self.publish_s[action.j] if is_update else 0.0
 

@@ -282,6 +282,8 @@ class _Sizes:
         }  # fmt: skip
         if plan.tiers is not None:
             self._by_kind["state"] = tuple(map(float, plan.tiers.moved))
+            if plan.tiers.weights:
+                self._by_kind["fetched"] = tuple(map(float, plan.tiers.weights))
         self._state, self._gradient, self._index = state, gradient, index
         cells = range(plan.num_microbatches)
         self._predicted = [  # stages whose forwards look ahead, once the run is under way
@@ -328,6 +330,7 @@ class _Sizes:
             for n in (1, 3):
                 columns[n] = [self._buffers(found, kinds[n])] * places
         stays = self._stays(w, {j: self._state * x for j, x in enumerate(self._params)})
+        one -= sum(self._plan.tiers.weights) if self._plan.tiers is not None else 0
         outer = 0.0
         if self._plan.axes.weights.is_local:  # the outer weights, and their momentum
             outer, stays = one, self._state * one + owned
@@ -464,9 +467,8 @@ def _weights(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
     if not plan.axes.sharding.gathers:
         yield from _versions(program)
         yield from _outer(program, leaving)
-        return
     yield from _fetched(program)
-    if not plan.axes.weights.at_end_of_step:
+    if plan.axes.sharding.gathers and not plan.axes.weights.at_end_of_step:
         yield from _older(plan, program, leaving)
 
 
@@ -529,12 +531,12 @@ def _gradients(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span
 
 
 def _fetched(program: Program) -> Iterator[Span]:
-    """Yield the stages of others, from the buffer that waits for one to its FREE."""
+    """Yield weights that come, from the buffer that waits for them to their FREE."""
     since: dict[int, int] = {}
     for n, a in enumerate(program):
-        if a.kind is Kind.RECV and a.payload is Payload.P:
+        if a.kind in (Kind.RECV, Kind.FETCH) and a.payload is Payload.P:
             since[a.j] = n
-        elif a.kind is Kind.FREE and a.payload is None and a.j in since:
+        elif a.kind is Kind.FREE and a.payload in (None, Payload.P) and a.j in since:
             yield Span("fetched", a.j, since.pop(a.j), n)
 
 
@@ -542,7 +544,7 @@ def _state(program: Program) -> Iterator[Span]:
     """Yield the optimizer state that comes and goes, from its FETCH to its FREE."""
     since: dict[tuple[int, int], int] = {}
     for n, a in enumerate(program):
-        if a.payload is Payload.O and a.kind is Kind.FETCH:
+        if a.kind is Kind.FETCH and a.payload is Payload.O:
             since[a.j, a.t] = n
         elif a.payload is Payload.O and a.kind is Kind.FREE:
             yield Span("state", a.j, since.pop((a.j, a.t)), n)

@@ -11,7 +11,7 @@ from lightning_cyclic.plan import make_plan, programs_of
 from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.plan.check.proof import proof_of
 from lightning_cyclic.plan.tiers import Tiers
-from lightning_cyclic.planner.tiers import most_that_stays, rooms_beside_state, with_state_in_tiers
+from lightning_cyclic.planner.tiers import Chunks, in_tiers, most_that_stays, rooms_beside
 from lightning_cyclic.simulate import Costs, memory
 from lightning_cyclic.simulate.memory import memory_by_place
 
@@ -77,7 +77,7 @@ def test_as_much_stays_as_any_choice_could_have_stay(
     limit = low + share * (high - low)
     if workers > 1:  # of all workers together the most is not what each worker's most is
         limit = low + (high - low) * round(share)
-    found = with_state_in_tiers(plan, costs, chunks, CHUNK, limit)
+    found = in_tiers(plan, costs, Chunks(chunks, CHUNK), limit)
     assert sum(found.tiers.kept) // CHUNK == best_by_brute_force(plan, costs, chunks, limit)
     assert peak(found, costs) <= limit
     assert "replayed" in str(proof_of(found))
@@ -117,7 +117,7 @@ def test_no_more_chunks_move_than_by_the_offline_optimum(stages, each, activatio
     at_once = replace(plan, tiers=Tiers(moved=every, kept=none, ahead=0))
     least = peak(at_once, costs)
     limit = least + share * sum(every)
-    kept = most_that_stays(plan, [each] * stages, CHUNK, rooms_beside_state(at_once, costs, limit))
+    kept = most_that_stays(plan, [each] * stages, CHUNK, rooms_beside(at_once, costs, limit))
     without = replace(plan, tiers=Tiers(moved=none, kept=none, ahead=0))
     (row,), (program,) = memory_by_place(without, costs), programs_of(without)
     trace = []
@@ -136,12 +136,12 @@ def test_of_stages_that_are_updated_early_one_has_a_gradient_at_a_time(preset):
     sizes, chunks = (4, 7, 5), (1, 2, 1)
     plan, costs = a_plan(preset, 1, 3), costs_of(sizes, (1, 1, 1))
     least = sum(sizes) + max(1 + 7 + 2 * CHUNK, 2 + 5 + CHUNK, 4 + CHUNK)
-    found = with_state_in_tiers(plan, costs, chunks, CHUNK, least, early=True)
+    found = in_tiers(plan, costs, Chunks(chunks, CHUNK), least, early=True)
     assert peak(found, costs) == least
     assert "replayed" in str(proof_of(found))
     for limit, early in ((least - 1, True), (least, False)):
         with pytest.raises(PlanError):
-            with_state_in_tiers(plan, costs, chunks, CHUNK, limit, early=early)
+            in_tiers(plan, costs, Chunks(chunks, CHUNK), limit, early=early)
 
 
 @pytest.mark.parametrize(("activation", "ahead"), [(30, 5), (0, 1)])
@@ -149,7 +149,7 @@ def test_state_of_pipelines_comes_as_far_ahead_as_what_activations_leave(activat
     plan, costs = a_plan("1f1b", 1, 5), costs_of((4,) * 5, (activation,) * 5)
     none, every, chunks = (0,) * 5, (CHUNK,) * 5, (1,) * 5
     least = peak(replace(plan, tiers=Tiers(moved=every, kept=none, ahead=1)), costs)
-    found = with_state_in_tiers(plan, costs, chunks, CHUNK, least)
+    found = in_tiers(plan, costs, Chunks(chunks, CHUNK), least)
     assert found.tiers.ahead == ahead
     assert peak(found, costs) <= least
     kept = sum(found.tiers.kept) // CHUNK
@@ -158,7 +158,7 @@ def test_state_of_pipelines_comes_as_far_ahead_as_what_activations_leave(activat
 
 def test_nothing_moves_where_all_fits():
     plan, costs = a_plan("cyclic_dp", 1, 3), costs_of((4, 4, 4), (1, 1, 1))
-    found = with_state_in_tiers(plan, costs, (1, 2, 1), CHUNK, 10_000)
+    found = in_tiers(plan, costs, Chunks((1, 2, 1), CHUNK), 10_000)
     assert found.tiers.moved == (0, 0, 0)
     assert found.tiers.kept == (10, 20, 10)
 
@@ -166,24 +166,24 @@ def test_nothing_moves_where_all_fits():
 def test_norms_of_all_stages_are_refused():
     plan = make_plan("lockstep_dp", num_stages=2, num_workers=2, norms="owners")
     with pytest.raises(PlanError, match="norms='owners'.*use that"):
-        with_state_in_tiers(plan, costs_of((4, 4), (1, 1)), (1, 1), CHUNK, 1000)
+        in_tiers(plan, costs_of((4, 4), (1, 1)), Chunks((1, 1), CHUNK), 1000)
 
 
 def test_a_limit_that_no_plan_meets_is_refused_with_the_nearest():
     plan, costs = a_plan("cyclic_dp", 1, 3), costs_of((4, 4, 4), (1, 1, 1))
     with pytest.raises(PlanError, match=r"a limit of 20 bytes.*needs (\d+) at once") as raised:
-        with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, 20)
+        in_tiers(plan, costs, Chunks((1, 1, 1), CHUNK), 20)
     least = int(str(raised.value).partition("needs ")[2].split()[0])
-    found = with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, least)
+    found = in_tiers(plan, costs, Chunks((1, 1, 1), CHUNK), least)
     assert peak(found, costs) == least
     with pytest.raises(PlanError):
-        with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, least - 1)
+        in_tiers(plan, costs, Chunks((1, 1, 1), CHUNK), least - 1)
 
 
 def test_what_a_worker_has_besides_takes_room():
     plan, costs = a_plan("cyclic_dp", 1, 3), costs_of((4, 4, 4), (1, 1, 1))
-    with_less = with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, 40)
-    assert with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, 55, besides=15) == with_less
-    assert with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, 55) != with_less
+    with_less = in_tiers(plan, costs, Chunks((1, 1, 1), CHUNK), 40)
+    assert in_tiers(plan, costs, Chunks((1, 1, 1), CHUNK), 55, besides=15) == with_less
+    assert in_tiers(plan, costs, Chunks((1, 1, 1), CHUNK), 55) != with_less
     with pytest.raises(PlanError, match="needs 55 at once"):
-        with_state_in_tiers(plan, costs, (1, 1, 1), CHUNK, 54, besides=21)
+        in_tiers(plan, costs, Chunks((1, 1, 1), CHUNK), 54, besides=21)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_cyclic.errors import ConfigurationError, StepError, WaitTimeoutError
 from lightning_cyclic.plan.actions import parse
 from lightning_cyclic.runtime import state_tier
+from lightning_cyclic.runtime.state_holders import OptimizerState
 from lightning_cyclic.runtime.state_homes import AbstractHome, FileHome, HostHome
 from lightning_cyclic.runtime.state_layout import lay_state
 from lightning_cyclic.runtime.state_tier import StateTier
@@ -45,7 +46,8 @@ class Model:
     def new_tier(self) -> StateTier:
         layout = lay_state(self.optimizer, self.stages)
         parameters = dict(enumerate(self.stages))
-        return StateTier(layout, self.kept, parameters, lambda: self.optimizer, self.home, CPU)
+        holder = OptimizerState(lambda: self.optimizer)
+        return StateTier(layout, self.kept, parameters, holder, self.home, CPU)
 
     def home(self, num_bytes: int) -> AbstractHome:
         if self.folder is None:
@@ -76,6 +78,7 @@ class Model:
             self.update(j)
             self.evict(j)
             self.tier.free(j)
+        self.tier.rest()
         self.step_plainly()
 
     def step_plainly(self) -> None:

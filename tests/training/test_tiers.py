@@ -49,6 +49,7 @@ def looked_at(trainer: Any, module: Classifier) -> dict[str, Any]:
         },
         "moved": 0 if tiers is None else sum(tiers.moved),
         "kept": 0 if tiers is None else sum(tiers.kept),
+        "weights": 0 if tiers is None else sum(tiers.weights),
         "ahead": None if tiers is None else tiers.ahead,
         "early": None if tiers is None else tiers.early,
     }

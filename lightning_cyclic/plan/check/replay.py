@@ -140,8 +140,11 @@ class _Worker:
         self._lanes: dict[Lane, deque[Action]] = {lane: deque() for lane in Lane if lane}
         self._under_way: Counter[Ring] = Counter()
         self._expected: Counter[Item] = Counter()  # will be there: received, or made on a lane
-        own = (j for j in range(plan.num_stages) if not self._fetches or plan.owner(j) == w)
-        self._have: set[Item] = {(Datum.WEIGHTS, j, 0) for j in own}
+        own = {j for j in range(plan.num_stages) if not self._fetches or plan.owner(j) == w}
+        tiers = plan.tiers
+        away = {j for j in own if tiers is not None and tiers.moves_weights(j)}
+        self._have: set[Item] = {(Datum.WEIGHTS, j, 0) for j in own - away}
+        self._have |= {(Datum.WEIGHTS_COPY, j, 0) for j in away}
         self._have |= {(Datum.COPY, j, 0) for j in range(plan.num_stages) if plan.owner(j) == w}
         self._ended: Counter[int] = Counter()  # step -> forwards of the last stage
         self._room: dict[int, int | None] = {}  # stages that are fetched for use -> version
@@ -325,7 +328,8 @@ class _Worker:
         plan = self._plan
         last = Action(kind=Kind.UPDATE, t=t, j=0, v=t + 1, s=plan.end(t, 0))
         for j in range(plan.num_stages):
-            is_held = (Datum.WEIGHTS, j, t + 1) in self._have
+            newest = {(Datum.WEIGHTS, j, t + 1), (Datum.WEIGHTS_COPY, j, t + 1)}
+            is_held = not newest.isdisjoint(self._have)
             if not is_held and (j in self._holds or self._w in version_readers(plan, j)):
                 self._refuse(last, f"ends without version {t + 1} of stage {j}", "the last one")
         if plan.axes.weights.is_local:

@@ -85,7 +85,8 @@ def step_of(a: Action) -> int:
     for; that of relayed buffers the one whose forward has left them. A flush ends all actions of
     the steps that have begun.
     """
-    if a.payload in (Payload.P, Payload.V) and a.v is not None and a.i is None:
+    is_version = a.payload in (Payload.P, Payload.V) and a.i is None
+    if is_version and a.peer is not None and a.v is not None:
         return a.v - 1
     return a.t - 1 if a.payload is Payload.R and a.i == 0 else a.t
 

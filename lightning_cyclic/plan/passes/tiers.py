@@ -1,8 +1,11 @@
-"""tiers: fetch optimizer state before the update that needs it, evict and drop it behind.
+"""tiers: fetch what a stage needs before it is used; evict what has changed, and drop it behind.
 
-Copies run on a lane of their own, one after the other, beside what the worker computes:
+Copies run on a lane of their own, one after the other, beside what the worker computes. Optimizer
+state comes for its update, and where memory has no room for all weights they come for all uses of
+a stage that follow each other:
 
     B1  FETCH_O2  B0  UPDATE2  EVICT_O2  UPDATE1  FREE_O2  ...
+    FETCH_P1  F0  FREE_P0  FETCH_P2  F1  FREE_P1  F2 B2 UPDATE2  EVICT_P2  ...
 
 A FETCH finds the room that the FREEs before it have left, so that what is in memory at each place
 of a program can be counted from the program alone.
@@ -12,10 +15,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
 
 from lightning_cyclic.plan.actions import COMPUTE, Action, Kind, Lane, Payload, Program
 from lightning_cyclic.plan.passes.messages import begins_of_steps, step_of
 from lightning_cyclic.plan.plan import Plan
+from lightning_cyclic.plan.tiers import Tiers
 
 _WORK = COMPUTE | {Kind.UPDATE}
 _IN_ONE_PLACE = (Kind.EVICT, Kind.FREE, Kind.FETCH)  # what goes makes room for what comes
@@ -29,28 +35,43 @@ def tiers(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     """
     if plan.tiers is None:
         return programs
-    moved, ahead = plan.tiers.moved, plan.tiers.ahead
-    return tuple(tuple(_with_moves(program, moved, ahead)) for program in programs)
+    return tuple(tuple(_with_moves(program, plan.tiers)) for program in programs)
 
 
-def _with_moves(program: Program, moved: tuple[int, ...], ahead: int) -> Iterator[Action]:
+class _Use(NamedTuple):
+    """Be a run of works that need something of a stage.
+
+    Args:
+        first, last: works, counted in the program without anything else.
+    """
+
+    payload: Payload
+    first: int
+    last: int
+
+
+def _with_moves(program: Program, moved: Tiers) -> Iterator[Action]:
     work = [n for n, a in enumerate(program) if a.kind in _WORK]
     begins = begins_of_steps(program)
     moves: defaultdict[int, list[Action]] = defaultdict(list)  # place -> what comes before it
-    leaving: dict[int, tuple[int, int, Action]] = {}  # stage -> its UPDATE, where it goes, FREE
-    for k, n in enumerate(work):
-        a = program[n]
-        if a.kind is Kind.UPDATE and moved[a.j]:
-            # not in a step before: a flush may come between
-            first = max(work[max(k - ahead, 0)], begins[step_of(a)])
-            if a.j in leaving:  # what has not gone yet goes, before it comes again
-                before, place, free = leaving[a.j]
-                first = max(first, before + 1)
-                moves[min(place, first)].append(free)
-            last = work[min(k + ahead, len(work) - 1)]
-            moves[first].append(_move(Kind.FETCH, a, program[first].s, Lane.TIERS))
-            moves[n + 1].append(_move(Kind.EVICT, a, a.s, Lane.TIERS))
-            leaving[a.j] = n, last + 1, _move(Kind.FREE, a, program[last].s)
+    # what leaves -> its last use, where it goes, FREE
+    leaving: dict[tuple[Payload, int], tuple[int, int, Action]] = {}
+    for payload, k, last in _uses(program, work, moved):
+        a, b = program[work[k]], program[work[last]]
+        # not in a step before: a flush may come between
+        first = max(work[max(k - moved.ahead, 0)], begins[step_of(a)])
+        if (payload, a.j) in leaving:  # what has not gone yet goes, before it comes again
+            before, place, free = leaving[payload, a.j]
+            first = max(first, before + 1)
+            moves[min(place, first)].append(free)
+        moves[first].append(_move(Kind.FETCH, payload, a, program[first].s, Lane.TIERS))
+        end = work[last]
+        if b.kind is Kind.UPDATE:  # else where there is room has the same
+            moves[end + 1].append(_move(Kind.EVICT, payload, b, b.s, Lane.TIERS))
+            end = work[min(last + moved.ahead, len(work) - 1)]
+        leaving[payload, a.j] = (
+            work[last], end + 1, _move(Kind.FREE, payload, b, program[end].s)
+        )  # fmt: skip
     for _, place, free in leaving.values():
         moves[place].append(free)
     for n in range(len(program) + 1):
@@ -58,6 +79,20 @@ def _with_moves(program: Program, moved: tuple[int, ...], ahead: int) -> Iterato
         yield from program[n : n + 1]
 
 
-def _move(kind: Kind, update: Action, s: int, lane: Lane = Lane.MAIN) -> Action:
-    """Make a move of the state that an update needs."""
-    return Action(kind=kind, payload=Payload.O, t=update.t, j=update.j, s=s, lane=lane)
+def _uses(program: Program, work: list[int], moved: Tiers) -> Iterator[_Use]:
+    """Yield what needs something that moves, in the order of the program."""
+    of_one = groupby(enumerate(work), key=lambda x: (program[x[1]].j, step_of(program[x[1]])))
+    for (j, _), group in of_one:
+        works = list(group)
+        if moved.moves_weights(j):
+            yield _Use(Payload.P, works[0][0], works[-1][0])
+        for k, n in works:
+            if program[n].kind is Kind.UPDATE and moved.moved[j]:
+                yield _Use(Payload.O, k, k)
+
+
+def _move(kind: Kind, payload: Payload, at: Action, s: int, lane: Lane = Lane.MAIN) -> Action:
+    """Make a move of what a work needs, or has made."""
+    is_before = kind is Kind.FETCH and at.kind is Kind.UPDATE
+    v = None if payload is Payload.O or at.v is None else at.v - is_before
+    return Action(kind=kind, payload=payload, t=at.t, j=at.j, v=v, s=s, lane=lane)

@@ -180,9 +180,10 @@ class Exchange:
 
     def free(self, a: Action) -> None:
         """Drop what is at home; weights of a pipeline are where they are used."""
-        if a.payload is Payload.O:
-            assert self._updates.tier is not None
-            self._updates.tier.free(a.j)
+        if (tier := self._updates.tiers.of(a.payload)) is not None:
+            tier.free(a.j)
+            if not tier.leaving():  # then rooms are in no plan until the next update
+                tier.rest()
         elif self._step.graphs is not None:
             self._step.graphs.free(a)
 
@@ -196,7 +197,7 @@ class Exchange:
 
     def _tier_of(self, a: Action) -> GraphTier | StateTier | None:
         """Return what moves optimizer state, or what forwards leave."""
-        return self._updates.tier if a.payload is Payload.O else self._step.graphs
+        return self._updates.tiers.of(a.payload) or self._step.graphs
 
     def let_go(self, a: Action) -> None:
         """Have no lanes that send."""

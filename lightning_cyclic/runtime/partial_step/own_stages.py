@@ -26,7 +26,7 @@ from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.predict import Foresight
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.stages.stage_map import Stage, StageMap
-from lightning_cyclic.runtime.state_tier import StateTier
+from lightning_cyclic.runtime.state_tier import ALL_STAYS, StateTiers
 from lightning_cyclic.runtime.whole_step.tiers import PlannedTiers
 
 
@@ -70,7 +70,7 @@ class OwnStages:
         self.ownership = Ownership(module, cuts, self.stages_of(worker), config.forms)
         fits = not any(map(is_absent, module.parameters()))
         make_present(*self.ownership.here().values())
-        self.tier = self._make_tier()
+        self.tiers = self._make_tiers()
         self.versions: Versions | None = None
         self.foreign = ForeignWeights(
             module,
@@ -81,11 +81,11 @@ class OwnStages:
             lambda: collectives.gather(cuts, self.plan),
         )
 
-    def _make_tier(self) -> StateTier | None:
+    def _make_tiers(self) -> StateTiers:
         """Plan which optimizer state stays in memory; return what moves the rest of it."""
         config, cuts = self.config, self.cuts
         if config.tiers is None:
-            return None
+            return ALL_STAYS
         kept, sent = zip(*(cuts.kept or [(None, 0)] * cuts.num_stages), strict=True)
         each = zip(("", *cuts.starts), cuts.parameters, kept, strict=True)
         stages = StageMap(
@@ -96,7 +96,7 @@ class OwnStages:
             sent=sent, again=config.remat not in ("never", "offload"),
         )  # fmt: skip
         self._plans.move_state(planned.plan.tiers)
-        return planned.tier(self.worker)
+        return planned.tiers(self.worker)
 
     # ------------------------------------------------------------------ plans
 

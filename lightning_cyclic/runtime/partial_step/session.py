@@ -231,7 +231,7 @@ class StagewiseSession(AbstractSession):
         self._worker = Worker(
             own.program.flow(self.worker), self._messages, self._exchange, self._exchange,
             self.updates, self.flight,
-            [] if self._step.graphs is None and own.tier is None else [Lane.TIERS],
+            [Lane.TIERS] if self.moves_state or self._step.graphs is not None else [],
             lambda: self.config.timeout_s * 1.1 + 1,
         )  # fmt: skip
         self.updates.worker = self._worker

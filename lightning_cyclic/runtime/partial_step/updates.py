@@ -63,7 +63,7 @@ class Updates:
         self.grads = grads
         self._versions = own.versions
         self.conclusions = conclusions
-        self.tier = own.tier
+        self.tiers, self._moves_state = own.tiers, own.config.tiers is not None
         self._step: Callable[[int], None] | None = None  # of the optimizer, for a stage
         self._is_alone = own.num_workers == 1
         self._verifier = verifier
@@ -76,14 +76,12 @@ class Updates:
 
     def update(self, a: Action) -> None:
         """Make a new version of a stage, with its optimizer state in memory."""
-        if self.tier is not None:
-            self.tier.install(a.j)
+        self.tiers.bring(a.j, a.t, self.worker.fetch)
         if self._config.apply is not None:
             self._apply(a, self._config.apply)
         elif self._step is not None:
             self._step(a.j)
-        if self.tier is not None:
-            self.tier.check(a.j)
+        self.tiers.check(a.j)
 
     def _apply(self, a: Action, apply: Apply) -> None:
         """Update a stage with the gradients of its step in ``p.grad``."""
@@ -200,10 +198,10 @@ class Updates:
         """Send on what an update has changed."""
         if any(a.payload is Payload.N for a in self._rest):  # nobody has clipped by them
             self.tell_norms(t)
-        if self.tier is not None:  # an update that was skipped has made room, too
+        if self._moves_state:  # an update that was skipped has made room, too
             self.make(None)
         self._flight.note(a for a in self._rest if a.kind is Kind.UPDATE)
         self._run([a for a in self._rest if a.kind is not Kind.UPDATE])
-        self.worker.settle(joins=self.tier is None)  # state goes on leaving beside the next step
+        self.worker.settle(joins=not self._moves_state)  # it leaves beside the next step
         self.norms.forget(t)
         self._rest = []

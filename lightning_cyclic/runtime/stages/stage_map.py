@@ -11,8 +11,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self, final
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_cyclic.errors import PlanError, StepError
 from lightning_cyclic.planner.partition import balance
+from lightning_cyclic.runtime.absent import make_present
 from lightning_cyclic.runtime.bits import same
 from lightning_cyclic.runtime.compiled import before_calls, is_compiled, named_modules
 from lightning_cyclic.runtime.torch_functions import FunctionWatch, known, moves_nothing
@@ -55,6 +56,7 @@ class Profile:
         buffers: the module buffers whose values the step changed: name -> (unit of the first
             call of their module, unit of its last call).
         saved: bytes of activations that each unit leaves for the backward; none: nobody counted.
+        last: name of a parameter -> the last unit that uses it, where that is not its first.
     """
 
     units: tuple[Unit, ...]
@@ -62,6 +64,7 @@ class Profile:
     buffers: dict[str, tuple[int, int]]
     resting: tuple[str, ...] = ()
     saved: tuple[int, ...] = ()
+    last: dict[str, int] = field(default_factory=dict)
 
     @property
     def begins(self) -> list[int]:
@@ -80,6 +83,22 @@ class Profile:
         )
         unused = self.unused + self.resting
         return replace(self, units=tuple(units), unused=unused, resting=())
+
+
+class _OfWeight(NamedTuple):
+    """Stand for a weight, or a view of one, that a graph would hold."""
+
+    weight: nn.Parameter
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _given_back(saved: Tensor | _OfWeight) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    make_present(saved.weight)
+    return saved.weight.detach().as_strided(saved.size, saved.stride, saved.offset)
 
 
 @final
@@ -102,6 +121,7 @@ class Recorder:
             id(p): name for name, p in (*module.named_parameters(), *parameters.items())
         }
         self._seen: set[str] = set()
+        self._last: dict[str, int] = {}  # name -> unit of the last use but the first
         self._called: set[str] = set()
         self._units: list[tuple[list[str], list[str]]] = [([], [])]
         self._glue: set[str] = set()
@@ -118,7 +138,7 @@ class Recorder:
             if path and not isinstance(m, torch.jit.ScriptModule)
         ]
         try:
-            saving = saved_tensors_hooks(self._note_saved, lambda x: x)
+            saving = saved_tensors_hooks(self._note_saved, _given_back)
             self._counts &= torch.is_grad_enabled()  # else nothing is kept for a backward
             with saving if self._counts else nullcontext(), FunctionWatch(self._function):
                 yield
@@ -142,7 +162,10 @@ class Recorder:
         rest = [name for name in self._names.values() if name not in self._seen]
         unused, resting = self._apart(rest)
         saved = self._saved_by_unit() if self._counts else ()
-        return Profile(units=units, unused=unused, buffers=changed, resting=resting, saved=saved)
+        return Profile(
+            units=units, unused=unused, buffers=changed, resting=resting, saved=saved,
+            last={name: min(k, last) for name, k in self._last.items()},
+        )  # fmt: skip
 
     def _saved_by_unit(self) -> tuple[int, ...]:
         given = (*self._module.parameters(), *self._module.buffers())
@@ -154,7 +177,10 @@ class Recorder:
         self._saved.clear()  # which would live as long as the fit
         return tuple(num_bytes)
 
-    def _note_saved(self, x: Tensor) -> Tensor:
+    def _note_saved(self, x: Tensor) -> Tensor | _OfWeight:
+        weight = x._base if x._is_view() else x
+        if isinstance(weight, nn.Parameter):  # which may be there only while it is used
+            return _OfWeight(weight, x.size(), x.stride(), int(x.storage_offset()))
         if x.layout is torch.strided:  # others have no storage
             storage = x.untyped_storage()
             self._saved.setdefault(storage._cdata, (storage, len(self._units) - 1))
@@ -179,8 +205,7 @@ class Recorder:
             if path not in self._called:
                 self._called.add(path)
                 self._candidates.append(path)
-            # a call behind a candidate belongs to the unit that will begin there
-            upcoming = len(self._units) if self._starts_unit() else len(self._units) - 1
+            upcoming = self._upcoming()
             self._calls[path] = (self._calls.get(path, (upcoming, 0))[0], upcoming)
             for parameter in module.parameters(recurse=is_compiled(module)):
                 self._note(parameter, glue=False)
@@ -198,7 +223,10 @@ class Recorder:
 
     def _note(self, parameter: nn.Parameter, *, glue: bool) -> None:
         name = self._names.get(id(parameter))
-        if name is None or name in self._seen:
+        if name is None:
+            return
+        if name in self._seen:
+            self._last[name] = self._upcoming()
             return
         self._seen.add(name)
         if self._starts_unit():
@@ -207,6 +235,10 @@ class Recorder:
         self._units[-1][1].append(name)
         if glue:
             self._glue.add(name)
+
+    def _upcoming(self) -> int:
+        # a call behind a candidate belongs to the unit that will begin there
+        return len(self._units) if self._starts_unit() else len(self._units) - 1
 
     def _starts_unit(self) -> bool:
         # a boundary before the very first use would leave stage 0 without parameters
@@ -233,6 +265,7 @@ class Stage:
         buffers_final_after: stage after whose forward these buffers change no more in a step.
         frozen: names of the parameters that are first used here, but not trained, or not yet.
         activation_bytes: what a forward leaves for its backward. [None: nobody has counted]
+        is_used_later: whether a later stage uses something of it, too.
     """
 
     start: str
@@ -242,6 +275,7 @@ class Stage:
     buffers_final_after: int = 0
     frozen: tuple[str, ...] = ()
     activation_bytes: int | None = None
+    is_used_later: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +366,7 @@ class StageMap:
                     buffers_final_after=d["buffers_final_after"],
                     frozen=tuple(d.get("frozen", ())),  # of older checkpoints nobody knows
                     activation_bytes=d.get("activation_bytes"),
+                    is_used_later=d.get("is_used_later", False),
                 )
                 for d in data
             )
@@ -413,6 +448,7 @@ def _group(profile: Profile, starts: Sequence[int], paths: Sequence[str]) -> Sta
             Stage(
                 start=paths[j], parameters=tuple(names), glue=glue, frozen=tuple(frozen),
                 activation_bytes=saved,
+                is_used_later=any(profile.last.get(n, 0) >= b for n in (*names, *frozen)),
             )
         )  # fmt: skip
     return StageMap(_with_buffers(made, profile.buffers, starts))

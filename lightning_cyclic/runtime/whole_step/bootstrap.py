@@ -133,4 +133,7 @@ def _shared(everyone: Sequence[Mapping[str, Any]]) -> Profile:
     # one plan for all: where most is left
     alike = [data["saved"] for data in everyone if len(data["saved"]) == len(base["saved"])]
     saved = tuple(map(max, zip(*alike, strict=True)))
-    return Profile(units=units, unused=unused, buffers=changed, resting=resting, saved=saved)
+    return Profile(
+        units=units, unused=unused, buffers=changed, resting=resting, saved=saved,
+        last=base["last"],
+    )  # fmt: skip

@@ -33,7 +33,7 @@ from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.messages import Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
-from lightning_cyclic.runtime.state_tier import StateTier
+from lightning_cyclic.runtime.state_tier import ALL_STAYS, StateTiers
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import WeightWatch
@@ -47,6 +47,7 @@ from lightning_cyclic.runtime.whole_step.shards import (
     refuse_block,
     refuse_return,
 )
+from lightning_cyclic.runtime.whole_step.tiered_weights import replica_of
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 from lightning_cyclic.runtime.worker import Worker
 
@@ -67,7 +68,7 @@ class Engine:
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
         codes, weights: where a codec makes gradients, or new versions, smaller. [as they are]
-        tier: moves optimizer state, where the plan has it come and go.
+        tiers: move what comes and goes by the plan.
     """
 
     _outcomes: Outcomes | None = None  # where updates may be skipped
@@ -89,9 +90,9 @@ class Engine:
         weights: CodedWeights | None = None,
         watch: WeightWatch | None = None,
         flight: FlightRecorder | None = None,
-        tier: StateTier | None = None,
+        tiers: StateTiers = ALL_STAYS,
     ) -> None:
-        self.plan, self._tier = plan, tier
+        self.plan, self._tiers = plan, tiers
         self.stages, self.transport = stages, transport
         self.t, self._w = state.t if state else 0, transport.worker
         self._update = update
@@ -121,20 +122,22 @@ class Engine:
         self._exchange = Exchange(
             module, self._w, stages, self.stores, self._grads, self.norms, self._messages, forms,
             sums_travel=not plan.owners_add, codes=codes if plan.owners_add else None,
-            weights=weights, owned=self.owned,
+            weights=weights, owned=self.owned, tiers=tiers,
         )  # fmt: skip
         self.shards = self._exchange.shards = self._make_shards(module)
-        self._exchange.tier = tier
         self._worker = self._make_worker()
         self._local = self._exchange.local = self._make_local(state)
-        self._shown: Replica = self.shards or Replica(self.stores)
-        again = None if self.shards is None else self._enter_again
+        self._shown: Replica = self.shards or replica_of(
+            self.stores, tiers.of(Payload.P), self._bring, lambda: self._collector.is_collecting
+        )
+        again = self._enter_again if self._shown.comes_and_goes else None
         self._entrances = Entrances(module, stages, self.enter, self._w, again)
         self._collector = self._make_collector(forms)
 
     def _make_stores(self, named: Mapping[str, nn.Parameter]) -> list[VersionStore]:
-        each = enumerate(self.stages.stages)
-        return [self._store(j, [named[n] for n in stage.parameters]) for j, stage in each]
+        each, moves = enumerate(self.stages.stages), self._tiers.moves
+        of_stages = ((j, map(named.__getitem__, stage.parameters)) for j, stage in each)
+        return [self._store(j, [p for p in ps if not moves(p)]) for j, ps in of_stages]
 
     def _make_shards(self, module: nn.Module) -> Shards | None:
         if not self.plan.axes.sharding.gathers:
@@ -211,8 +214,8 @@ class Engine:
     def enter(self, j: int) -> None:
         """Do what the program has up to F(.,j); stages before it that were skipped come first."""
         if self._entered >= j:
-            if not self._shown.has(j):
-                refuse_return(self._w, j)
+            if not (self._shown.is_read_away or self._shown.has(j)):
+                refuse_return(self._w, j, self._shown.instead)
             return
         with self._aside():
             while self._entered < j:
@@ -264,11 +267,9 @@ class Engine:
             if self.plan.local is None or not self.plan.local.delay:  # else lanes go on
                 self._worker.settle()
             self._show_newest(range(self.plan.num_stages))
-        # what others change of state between steps counts, where nobody refuses it
-        if self._tier is not None and (is_alone or self.plan.weights != "freshest"):
-            for j, t in self._tier.leaving():
-                self._fetch((Datum.COPY, j, t + 1))
-                self._tier.free(j)
+        # what others change between steps counts, where nobody refuses it
+        may_change = is_alone or self.plan.weights != "freshest"
+        self._tiers.end_step(self._fetch, leave=may_change)
 
     def follow(self, plan: Plan) -> None:
         """Go on by a plan that differs in its rounds; behind a flush, on all workers at once.
@@ -383,7 +384,7 @@ class Engine:
             StepError: it is not the turn of its backward.
         """
         if not self._collector.is_collecting or self._collector.is_over(j):
-            refuse_return(self._w, j)
+            refuse_return(self._w, j, self._shown.instead)
         self._collector.begin_stage(j)
         with self._aside():
             self._run_to(Kind.B, j, through=False)
@@ -394,7 +395,7 @@ class Engine:
         """Have the parameters of a stage whose modules a backward runs again."""
         if self._collector.is_collecting and not self._shown.has(j):
             if not self._collector.is_turn_of(j):
-                refuse_block(self._w, j)
+                refuse_block(self._w, j, self._shown.instead)
             self._bring(j, self.plan.reads(self.t, self._w, j))
 
     def _note_word(self, j: int, v: int) -> None:
@@ -429,8 +430,7 @@ class Engine:
             for j in stages:
                 self.stores[j].end_update(t + 1)
                 self._exchange.note_made(j, t + 1)
-                if self._tier is not None:
-                    self._tier.check(j)
+                self._tiers.check(j)
         self._tell_norms()
         self._flight.note(updates)
         for j, total in totals.items():
@@ -446,9 +446,7 @@ class Engine:
     def _advance(self, v: int, j: int) -> Sum:
         """Let the parameters be version ``v``, with its gradients, and the values before it."""
         self._fetch((Datum.SUM, v - 1, j, None))
-        if self._tier is not None:
-            self._fetch((Datum.STATE, j, v - 1))
-            self._tier.install(j)
+        self._tiers.bring(j, v - 1, self._fetch)
         self.stores[j].begin_update(v, self._oldest(j, v))
         return self._grads.show(v - 1, j)
 
@@ -511,8 +509,9 @@ class Engine:
     def _lasting(self) -> frozenset[int]:
         """Return the stages whose frozen parameters leave when their backward is over."""
         each = enumerate(zip(self.stores, self._parameters, strict=True))
-        partly = (j for j, (store, ps) in each if len(ps) < len(store.parameters))
-        return frozenset(partly).difference(self.owned if self.shards is not None else ())
+        partly = frozenset(j for j, (store, ps) in each if len(ps) < len(store.parameters))
+        partly = partly.difference(self.owned if self.shards is not None else ())
+        return partly | self._shown.resting
 
     # ------------------------------------------------------------------ flush and state
 

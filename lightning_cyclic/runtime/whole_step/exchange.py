@@ -30,7 +30,7 @@ from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
-from lightning_cyclic.runtime.state_tier import StateTier
+from lightning_cyclic.runtime.state_tier import ALL_STAYS, StateTiers
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.whole_step.coded_versions import CodedVersions
 from lightning_cyclic.runtime.whole_step.local_weights import LocalWeights
@@ -47,6 +47,7 @@ class Exchange:
         codes: of gradients, where a codec makes those smaller that travel.
         weights: by which versions are sent, where a codec makes them smaller.
         owned: stages whose versions this worker makes.
+        tiers: of what comes and goes.
     """
 
     def __init__(  # noqa: PLR0913  (all that is exchanged meets here)
@@ -64,7 +65,9 @@ class Exchange:
         codes: Codes | None = None,
         weights: CodedWeights | None = None,
         owned: Collection[int] = (),
+        tiers: StateTiers = ALL_STAYS,
     ) -> None:
+        self._tiers = tiers
         self._module = module
         self._worker = worker
         self._stages = stages
@@ -95,7 +98,6 @@ class Exchange:
             ]
             self._parameter_layouts = [x.layout for x in self._versions]
         self.shards: Shards | None = None  # where workers hold what they use alone
-        self.tier: StateTier | None = None  # where optimizer state comes and goes
         self.local: LocalWeights | None = None  # where each worker has weights of its own
         self._gradients: dict[tuple[int, int | None, int], Sum] = {}  # that came
         self._handed_on: list[tuple[str, Mark]] = []  # names of buffers, and what was sent
@@ -163,17 +165,17 @@ class Exchange:
             self._versions[j].make(v)
 
     def free(self, a: Action) -> None:
-        if a.payload is Payload.O:
-            assert self.tier is not None
-            self.tier.free(a.j)
+        if (tier := self._tiers.of(a.payload)) is not None:
+            tier.free(a.j)
             return
         assert self.shards is not None
         assert a.v is not None
         self.shards.free(a.j, a.v)
 
     def move(self, a: Action) -> None:
-        assert self.tier is not None
-        self.tier.move(a)
+        tier = self._tiers.of(a.payload)
+        assert tier is not None
+        tier.move(a)
 
     def check_handed_on(self) -> None:
         """Check, when the forwards of a step are over, what was handed on before.
@@ -212,9 +214,10 @@ class Exchange:
         """Let the messages of a ring have one form."""
 
     def hold(self, a: Action) -> None:
-        if a.payload is Payload.O:
-            assert self.tier is not None
-            self.tier.hold(a)
+        if a.kind in (Kind.FETCH, Kind.EVICT):
+            tier = self._tiers.of(a.payload)
+            assert tier is not None
+            tier.hold(a)
         if a.payload is Payload.P and a.kind is Kind.SEND:
             assert a.v is not None
             self._stores[a.j].hold(a.v)

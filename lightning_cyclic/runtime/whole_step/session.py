@@ -27,6 +27,7 @@ from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.session import AbstractSession
 from lightning_cyclic.runtime.stages.stage_map import Profile, StageMap, make_stages
 from lightning_cyclic.runtime.stages.survey import survey
+from lightning_cyclic.runtime.state_tier import ALL_STAYS, StateTiers
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import link
 from lightning_cyclic.runtime.values.trees import map_tensors
@@ -145,7 +146,9 @@ class Session(AbstractSession):
         engine = self.engine
         if engine is None:
             return []
-        weights = (p for j in engine.optimized for p in engine.stores[j].parameters)
+        assert self.stages is not None
+        named, stages = self.named(), self.stages.stages
+        weights = (named[n] for j in engine.optimized for n in stages[j].parameters)
         return list(map(self._config.forms.trained, weights))
 
     @override
@@ -189,15 +192,15 @@ class Session(AbstractSession):
         assert first is not None
 
         def noted() -> Any:
-            # a graph shows what activations take; and would hold weights that are lent
-            grad = torch.set_grad_enabled(not self.is_apart)
+            # a graph shows what activations take; one that is noted holds no weights
+            grad = torch.set_grad_enabled(not self.is_apart or self._config.tiers is not None)
             with grad, first.forward(batch, first=True):
                 outputs = step()
             first.note()
             return map_tensors(torch.Tensor.detach, outputs)
 
         draws = self._draws.keyed(self._seed, self.t, self.worker)
-        with draws, lending(self.module):
+        with draws, lending(self.module, graphs_hold=self._config.tiers is None):
             seen = survey(self.module, noted)  # which puts back what the step changes
         if seen.written and self._probe.num_workers > 1:
             raise changed_within(seen.written[0].name, self.worker, self.t)
@@ -444,21 +447,21 @@ class Session(AbstractSession):
             trained = {n for n in self._trained if named[n].requires_grad}
             stages = stages.holding(named, trained)
         self.stages = stages
-        plan, tier = self._make_plan(), None
+        plan, tiers = self._make_plan(), ALL_STAYS
         if state is not None:
             self._draw_by_stages()
-        if self.is_apart:
-            self._take_own(plan)
         if self._config.tiers is not None:
             forms = self._config.forms
             planned = PlannedTiers(self._config.tiers, plan, self.module, stages, forms)
-            plan, tier = planned.plan, planned.tier(self.worker)
+            plan, tiers = planned.plan, planned.tiers(self.worker)
+        if self.is_apart:
+            self._take_own(plan, tiers)
         assert self.transport is not None
         self.engine = Engine(
             self.module, plan, stages, self.transport, self._update, state,
             paced=self._config.paced, aside=self._aside, forms=self._config.forms,
             sums=self._config.sums, codes=self._config.codes, weights=self._config.weights,
-            watch=self._watch, flight=self.flight, tier=tier,
+            watch=self._watch, flight=self.flight, tiers=tiers,
         )  # fmt: skip
         named = self.named()
         rest = {n: p for n, p in named.items() if n not in stages.stage_of}
@@ -491,11 +494,12 @@ class Session(AbstractSession):
 
     # ------------------------------------------------------------------ no worker has all
 
-    def _take_own(self, plan: Plan) -> None:
+    def _take_own(self, plan: Plan, tiers: StateTiers) -> None:
         assert self.stages is not None
         stage_of = self.stages.stage_of
         named = self.module.named_parameters()
         own = [p for n, p in named if n not in stage_of or plan.owner(stage_of[n]) == self.worker]
+        own = [p for p in own if not tiers.moves(p)]
         self._check_fits(sum(map(num_bytes_of, own)))
         make_present(*own)
         for p in own:  # others expect it so

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.absent import Home, come_back, leave, without_memory
-from lightning_cyclic.runtime.cast_copies import cast_of
+from lightning_cyclic.runtime.saved_places import SavedPlaces
 from lightning_cyclic.runtime.stages.stage_map import StageMap
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 
@@ -34,29 +33,16 @@ _WHERE = (
 )
 
 
-class _Place(NamedTuple):
-    """Say where in a version of a stage a tensor lies."""
-
-    j: int
-    v: int
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
-class _Cast(NamedTuple):
-    """Say of which tensor autocast has made a copy, and where in the copy another lies."""
-
-    of: _Place
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
 class Replica:
     """Show versions of stages on a worker that has the parameters of all of them."""
+
+    comes_and_goes = False
+    is_read_away = True
+    """Whether modules may be called whose weights have gone."""
+    instead = ""
+    """What a user could choose, where some come and go."""
+    resting: frozenset[int] = frozenset()
+    """Stages of which something is here for a backward alone that is not trained."""
 
     def __init__(self, stores: Sequence[VersionStore]) -> None:
         self._stores = stores
@@ -107,6 +93,10 @@ class Shards(Replica):
         bring: (stage, version) -> has it come again, for a backward.
     """
 
+    comes_and_goes = True
+    is_read_away = False
+    instead = _WHOLE
+
     def __init__(
         self,
         module: nn.Module,
@@ -124,8 +114,7 @@ class Shards(Replica):
         self._names = [stage.parameters for stage in stages.stages]
         self._stage_of = stages.stage_of
         self._shared = shared_parameters(module)
-        # address of a version -> stage, version, and its memory, which is nobody else's meanwhile
-        self._places: dict[int, tuple[int, int, Tensor]] = {}
+        self._places = SavedPlaces(self._find)  # by stage and version
         self._shown: dict[int, int] = {}  # foreign stage -> version
         self._stays = False
         self._is_apart = False  # whether no worker ever has all parameters
@@ -162,15 +151,14 @@ class Shards(Replica):
         return v - 1  # for others, who are behind
 
     def _note(self, j: int, v: int) -> None:
-        data = self._stores[j][v].data
-        self._places[_address(data)] = j, v, data
+        self._places.note(self._stores[j][v].data, (j, v))
         self._shown[j] = v
 
     def free(self, j: int, v: int) -> None:
         store = self._stores[j]
         if v not in store:  # a flush would have brought it, and there was none
             return
-        self._places.pop(_address(store[v].data), None)
+        self._places.forget(store[v].data)
         store.forget(v)
         if not self._stays:
             self._hide(j)
@@ -235,36 +223,13 @@ class Shards(Replica):
     @override
     def packing(self) -> AbstractContextManager[Any]:
         # graphs hold no parameters of other workers' stages
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return self._places.remembering()
 
-    def _pack(self, x: Tensor) -> Tensor | _Place | _Cast:
-        place = self._place_of(x)
-        if place is not None:
-            return place
-        cast = cast_of(x)  # else half of the model would stay until the backward
-        of = None if cast is None else self._place_of(cast.parameter)
-        if of is None:
-            return x
-        return _Cast(of, x.dtype, int(x.storage_offset()), x.shape, x.stride())
-
-    def _place_of(self, x: Tensor) -> _Place | None:
-        at = self._places.get(_address(x)) if x.numel() else None
-        if at is None:
-            return None
-        j, v, _ = at
-        return _Place(j, v, x.dtype, int(x.storage_offset()), x.shape, x.stride())
-
-    def _unpack(self, x: Tensor | _Place | _Cast) -> Tensor:
-        if isinstance(x, Tensor):
-            return x
-        if isinstance(x, _Cast):
-            return self._unpack(x.of).to(x.dtype).as_strided(x.size, x.stride, x.offset)
-        store = self._stores[x.j]
-        if self._shown.get(x.j) != x.v:
-            self._bring(x.j, x.v)
-        storage = store[x.v].data.untyped_storage()
-        found = torch.empty(0, dtype=x.dtype, device=storage.device)
-        return found.set_(storage, x.offset, x.size, x.stride)
+    def _find(self, key: tuple[int, int]) -> Tensor:
+        j, v = key
+        if self._shown.get(j) != v:
+            self._bring(j, v)
+        return self._stores[j][v].data
 
     # ------------------------------------------------------------------ who reads what is absent
 
@@ -297,8 +262,11 @@ class Shards(Replica):
         )
 
 
-def refuse_block(worker: int, j: int) -> NoReturn:
+def refuse_block(worker: int, j: int, instead: str) -> NoReturn:
     """Refuse that a backward runs modules again before the turn of their stage.
+
+    Args:
+        instead: what could be used.
 
     Raises:
         StepError: with the stage.
@@ -307,12 +275,12 @@ def refuse_block(worker: int, j: int) -> NoReturn:
         f"a backward on rank {worker} runs a module of stage {j} again, while a later "
         "stage is not over: a checkpointed block reaches over the place where a stage begins; "
         "allowed: blocks within one stage; begin stages where blocks begin, "
-        f"stages=[...], or use {_WHOLE}"
+        f"stages=[...], or use {instead}"
     )
 
 
-def refuse_return(worker: int, j: int) -> NoReturn:
-    """Refuse that a module is called when its stage is over.
+def refuse_return(worker: int, j: int, instead: str) -> NoReturn:
+    """Refuse that a module is called when its stage is over; see :func:`refuse_block`.
 
     Raises:
         StepError: with the stage.
@@ -320,7 +288,7 @@ def refuse_return(worker: int, j: int) -> NoReturn:
     raise StepError(
         f"rank {worker} calls a module of stage {j} again, when a later stage has begun "
         "and its parameters are gone; allowed: calls within one stage; let one stage have "
-        f"all of them, stages=[...], or use {_WHOLE}"
+        f"all of them, stages=[...], or use {instead}"
     )
 
 
@@ -335,7 +303,3 @@ def shared_parameters(module: nn.Module) -> Collection[int]:
 def _leave(p: nn.Parameter, name: str, home: Home) -> None:
     p.data = without_memory(p)
     leave(p, name, home)
-
-
-def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
