@@ -281,6 +281,8 @@ class Updates:
         """
         optimizer = self._optimizer
         begun, noted = values_of(optimizer), noted_values(optimizer)
+        # schedulers ask for it, also of a replica that has no stage to update
+        optimizer._opt_called = True  # type: ignore[attr-defined]
 
         def step(j: int) -> None:
             changed = changed_values(optimizer, noted)
