@@ -55,7 +55,9 @@ def examine(
     """
     with _patient(where, data, texts) as (module, feed):
         with _detached(module, feed):
-            seen = survey(module, _step(module, feed, num_microbatches), clock=clock)
+            seen = survey(
+                module, _step(module, feed, num_microbatches), clock=clock, for_backward=True
+            )
         most, asked = most_stages(CutPoints(seen)), stages
         if stages is None or isinstance(stages, int):
             stages = min(2 if stages is None else stages, most)

@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeAlias
 
 from lightning_cyclic.cli.arguments import explained
+from lightning_cyclic.cli.checkpointing import add_checkpointing, run_again
 from lightning_cyclic.cli.codecs import add_codec, coding_of
 from lightning_cyclic.cli.planning import add_plan
 from lightning_cyclic.cli.selftest import add_selftest, presets_of
@@ -169,6 +170,7 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="size of the reference's ring all-reduces, as DDP has them; 0: stages (default: the "
         "best all-reduce, in the best number of buckets)",
     )  # fmt: skip
+    add_checkpointing(parser, _count)
     add_codec(parser)
     _add_hosts(parser)
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
@@ -334,6 +336,7 @@ def _simulate(arguments: argparse.Namespace) -> str:
     comparison = compare(
         plan, costs if coding is None else coding.of(costs), network,
         bucket_bytes=arguments.bucket_bytes, state_per_param=arguments.state,
+        again=run_again(arguments, plan, costs),
     )  # fmt: skip
     if arguments.json:
         return json.dumps(comparison.as_dict(), indent=2)

@@ -23,6 +23,7 @@ from lightning_cyclic.cli.codecs import add_codec, coding_of, offered
 from lightning_cyclic.cli.user_code import load
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.planner.candidates import (
+    CHECKPOINTING,
     DEFAULT_BANDWIDTH,
     DEFAULT_LATENCY,
     DEFAULT_PRESETS,
@@ -31,7 +32,7 @@ from lightning_cyclic.planner.candidates import (
     PRECISIONS,
     Problem,
 )
-from lightning_cyclic.planner.gains import told
+from lightning_cyclic.planner.gains import of_first, told
 from lightning_cyclic.planner.profile import ModelProfile, from_json, to_json
 from lightning_cyclic.planner.ring import sizes_of_groups
 from lightning_cyclic.planner.search import search
@@ -44,8 +45,9 @@ _LAYOUTS = {  # of the file of a strategy -> how it is used
     "hydra": "python train.py strategy=NAME, from the folder of your strategies",
 }
 _REPLICAS = 2  # of pipelines: the planner chooses how many, and of one nothing is sent
-_REMATS = {
-    "both": (False, True), "never": (False,), "always": (True,), "offload": (False,),
+_CHECKPOINTING = {
+    "all": ("never", "always", "optimal"), "both": ("never", "always"),
+    **{choice: (choice,) for choice in CHECKPOINTING},
 }  # fmt: skip
 
 
@@ -77,8 +79,9 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
         "workers (default: for each worker the largest measured micro-batch)")  # fmt: skip
     add("--preset", action="append", default=[], metavar="PRESET", help="look at this preset "
         f"only; may be repeated (default: {', '.join(DEFAULT_PRESETS)})")  # fmt: skip
-    add("--activation-checkpointing", choices=tuple(_REMATS), default="both",
-        help="recompute, do not, or both; or put it on a disk (default: both)")  # fmt: skip
+    add("--activation-checkpointing", choices=tuple(_CHECKPOINTING), default="all",
+        help="recompute, do not, or both; recompute what --memory has no room for; all of these; "
+        "or put it on a disk (default: all)")  # fmt: skip
     add("--disk-bandwidth", type=explained(parse_bandwidth), default="1GB/s", metavar="1GB/s",
         help="of that disk, each way (default: 1GB/s)")  # fmt: skip
     add("--state", type=_number(float, 0), default=2.0, metavar="X", help="bytes of optimizer "
@@ -130,7 +133,7 @@ def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
         group_sizes=tuple(sizes_of_groups(arguments.workers, host_network.hosts)),
         batch_size=arguments.batch,
         presets=presets or DEFAULT_PRESETS,
-        remats=_REMATS[arguments.activation_checkpointing],
+        checkpointing=_CHECKPOINTING[arguments.activation_checkpointing],
         disk_bytes_per_s=arguments.disk_bandwidth
         if arguments.activation_checkpointing == "offload"
         else None,
@@ -144,11 +147,12 @@ def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
     if arguments.save:
         config = as_config(ranking.plans[0], problem, arguments.layout)
         write(Path(arguments.save), yaml.safe_dump(config, sort_keys=False).encode())
+    less = of_first(ranking, offered)
     if arguments.json:
-        return json.dumps(as_data(ranking), indent=2)
+        return json.dumps(as_data(ranking, less), indent=2)
     parts = [table(ranking, colour=has_colours())]
-    if less := told(ranking, offered):
-        parts.append(less)
+    if less is not None:
+        parts.append(told(less))
     if arguments.save:
         use = _LAYOUTS[arguments.layout].format(arguments.save)
         parts.append(f"wrote {arguments.save}: {use}")

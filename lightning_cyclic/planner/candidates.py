@@ -26,6 +26,7 @@ from lightning_cyclic.simulate.coding import Coding
 from lightning_cyclic.simulate.costs import Costs, Network
 
 PRECISIONS: Final = {"32-true": 4, "bf16-true": 2, "16-true": 2}  # bytes of each weight
+CHECKPOINTING: Final = ("never", "always", "optimal", "offload")
 _FLOAT32_BYTES = 4
 _INDEX_BYTES = 4  # int32
 _FINENESS = (1, 2, 4)  # stages per worker that runs whole micro-batches: finer ones overlap better
@@ -140,9 +141,9 @@ class Problem:
             Smaller ones are not guessed, as they would look faster than they are.
         batch_size: samples per update. [for each worker the largest measured micro-batch]
         presets: names of presets to look at. [those that a strategy runs]
-        remats: whether to look at plans without and with rematerialisation.
-        disk_bytes_per_s: of a disk, each way, where what forwards of pipelines leave is away until
-            their backward. [None: it stays in memory]
+        checkpointing: what pipelines may do with what forwards leave, as activation_checkpointing
+            says it. [all but "offload"]
+        disk_bytes_per_s: of the disk of "offload", each way.
         state_per_param: bytes of optimizer state per byte of parameters in float32. [2: Adam's
             moments]
         slack: slots that a new version needs to travel, for the ``freshest`` rule. [0; around a
@@ -166,7 +167,7 @@ class Problem:
     network: Network = Network()
     batch_size: int = 0
     presets: tuple[str, ...] = DEFAULT_PRESETS
-    remats: tuple[bool, ...] = (False, True)
+    checkpointing: tuple[str, ...] = ("never", "always", "optimal")
     disk_bytes_per_s: float | None = None
     state_per_param: float = 2.0
     slack: int = 0
@@ -203,6 +204,7 @@ class Problem:
                 "units, each of another size; give one profile per size"
             )
 
+        self._check_checkpointing()
         if self.sparsity is not None and self.needs_whole_micros:
             raise PlanError(
                 f"compress={self.coding} with sparsity={self.sparsity}, whose messages have kept "
@@ -210,6 +212,16 @@ class Problem:
                 'compress="bf16", or leave sparsity out'
             )
         assert self.states  # which looks at sparsity and precision
+
+    def _check_checkpointing(self) -> None:
+        for choice in self.checkpointing:
+            if choice not in CHECKPOINTING:
+                raise PlanError(one_of(choice, CHECKPOINTING, "checkpointing", 'use "never"'))
+        if "offload" in self.checkpointing and self.disk_bytes_per_s is None:
+            raise PlanError(
+                "checkpointing='offload' without disk_bytes_per_s, by which it takes its time; "
+                "allowed: bytes per second; use disk_bytes_per_s=1e9"
+            )
 
     @cached_property
     def states(self) -> StatesPerParam:
@@ -262,9 +274,9 @@ class Problem:
         """Return what a worker has for all that a plan counts."""
         return self.memory_bytes - self.besides_bytes
 
-    def costs(self, stages: Stages, *, remat: bool = False) -> Costs:
+    def costs(self, stages: Stages) -> Costs:
         """Return what stages cost, with what is sent of their gradients."""
-        costs = stages.costs(remat=remat, kept=self.states.kept, sums=self.states.sums)
+        costs = stages.costs(kept=self.states.kept, sums=self.states.sums)
         return costs if self.coding is None else self.coding.of(costs)
 
     @property
@@ -306,6 +318,7 @@ class Candidate:
 
     Args:
         num_microbatches: micro-batches per update, of all replicas together.
+        checkpointing: what activation_checkpointing is.
         ring: numbers of workers around a ring that were chosen for their network. [no groups, and
             the problem's slack]
     """
@@ -315,8 +328,7 @@ class Candidate:
     num_stages: int
     num_microbatches: int
     micro_size: int
-    remat: bool
-    offload: bool = False
+    checkpointing: str = "never"
     ring: RingNumbers | None = None
 
     @property
@@ -334,9 +346,19 @@ class Candidate:
         return SCHEDULES[PRESETS[self.preset].schedule]
 
     @property
-    def checkpointing(self) -> str:
-        """Return what activation_checkpointing is."""
-        return "always" if self.remat else "offload" if self.offload else "never"
+    def remat(self) -> bool:
+        """Say whether stages keep their inputs alone, and run again as a whole."""
+        return self.checkpointing == "always"
+
+    @property
+    def offload(self) -> bool:
+        """Say whether what forwards leave is away until their backward."""
+        return self.checkpointing == "offload"
+
+    @property
+    def fills_limit(self) -> bool:
+        """Say whether stages run again what their worker's limit has no room for."""
+        return self.checkpointing == "optimal"
 
     @property
     def of_each(self) -> int:
@@ -407,7 +429,6 @@ def _replicated(problem: Problem, preset: str) -> Iterator[Candidate]:
             num_stages=num_stages,
             num_microbatches=problem.num_workers,
             micro_size=micro_size,
-            remat=False,
             ring=found,
         )
 
@@ -445,13 +466,20 @@ def _pipelines(problem: Problem, preset: str, replicas: int, depth: int) -> Iter
             or num_microbatches % replicas
         ):
             continue
-        for remat in problem.remats:
+        for checkpointing in problem.checkpointing:
+            if checkpointing == "optimal" and not _can_fill(problem, preset):
+                continue
             yield Candidate(
                 preset=preset,
                 replicas=replicas,
                 num_stages=num_stages,
                 num_microbatches=num_microbatches,
                 micro_size=micro_size,
-                remat=remat,
-                offload=not remat and problem.disk_bytes_per_s is not None,
+                checkpointing=checkpointing,
             )
+
+
+def _can_fill(problem: Problem, preset: str) -> bool:
+    """Say whether a run can choose what runs again, and whether what it counts is known here."""
+    is_plain = problem.sparsity is None and problem.precision == "32-true"
+    return is_plain and not WEIGHTS[PRESETS[preset].weights].looks_ahead

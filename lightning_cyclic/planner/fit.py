@@ -8,15 +8,16 @@ one byte of everything; then the cut is the fastest of those that fit, exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import TypeAlias, final
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.planner.candidates import Candidate, Problem
 from lightning_cyclic.planner.partition import cut_row, row_of
 from lightning_cyclic.planner.profile import ModelProfile
-from lightning_cyclic.planner.stages import Stages
+from lightning_cyclic.planner.reruns import least_limit, reruns, units_of
+from lightning_cyclic.planner.stages import Stages, even_starts
 from lightning_cyclic.simulate.costs import Network
 from lightning_cyclic.simulate.memory import Memory, copies, memory, steps_to_count
 
@@ -32,12 +33,14 @@ class Fit:
     Args:
         plan: its plan, of enough steps to reach the steady state.
         stages: where its stages begin, and what each takes.
+        limit_bytes: by which a run chooses what its stages run again. [None: it does not]
     """
 
     candidate: Candidate
     plan: Plan
     stages: Stages
     memory: tuple[Memory, ...]
+    limit_bytes: int | None = None
 
     @property
     def memory_bytes(self) -> float:
@@ -61,6 +64,8 @@ class Fitter:
         profile = self._problem.profile(candidate.micro_size)
         limit = self._problem.room_bytes
         plan = self._plan(candidate)
+        if candidate.fills_limit:
+            return self._rerun(candidate, profile, limit)
         if not _has_one_stage_per_worker(plan):
             if candidate.runs_whole_micro and _least(profile, plan) > limit:
                 return None
@@ -79,6 +84,10 @@ class Fitter:
         """Cut the model so that the worker with most bytes keeps as few as can be."""
         profile = self._problem.profile(candidate.micro_size)
         plan = self._plan(candidate)
+        if candidate.fills_limit:
+            found = self._rerun(candidate, profile, None)
+            assert found is not None  # the least limit is one that can be kept
+            return found
         if not _has_one_stage_per_worker(plan):
             return self._filled(candidate, self._even(profile, candidate))
         kept = self._kept(candidate, profile)
@@ -108,7 +117,42 @@ class Fitter:
             plan, stages.costs(), remat=candidate.remat, state_per_param=states.optimizer,
             gradient_per_param=states.gradient, index_per_param=states.index,
         )  # fmt: skip
-        return Fit(candidate=candidate, plan=plan, stages=stages, memory=found)
+        again_s = stages.forward_s if candidate.remat else ()
+        return Fit(
+            candidate=candidate, plan=plan, stages=stages.running_again(again_s), memory=found
+        )
+
+    def _rerun(
+        self, candidate: Candidate, profile: ModelProfile, limit: float | None
+    ) -> Fit | None:
+        """Cut for speed alone, and let stages run again what a limit has no room for.
+
+        Args:
+            limit: of each worker. [None: the least that can be kept]
+        """
+        if _has_one_stage_per_worker(self._plan(candidate)):
+            starts = _fastest(profile, candidate, self._problem.network, None)
+            assert starts is not None  # candidates have no more stages than units
+        else:
+            starts = even_starts(profile, candidate.num_stages)
+        stages = Stages.of(profile, starts)
+        plan, costs, rows = self._plan(candidate, stages.tied), stages.costs(), profile.units
+        units = [
+            units_of(rows[a:b], rows[b] if b < len(rows) else None)
+            for a, b in pairwise([*starts, len(rows)])
+        ]
+        state = self._problem.states.optimizer
+        if limit is None:
+            limit = least_limit(plan, units, costs, state_per_param=state)
+        found = reruns(plan, units, costs, limit, state_per_param=state)
+        if found is None:
+            return None
+        if not any(found.again_s):  # as there is room for all
+            return self._filled(replace(candidate, checkpointing="never"), stages)
+        return Fit(
+            candidate=candidate, plan=plan, stages=stages.running_again(found.again_s),
+            memory=found.memory, limit_bytes=found.limit_bytes,
+        )  # fmt: skip
 
     def _copies(self, candidate: Candidate) -> list[Memory]:
         key, states = (*_numbers(candidate), candidate.remat), self._problem.states
@@ -170,12 +214,14 @@ def pace_s(profile: ModelProfile, candidate: Candidate, network: Network) -> flo
     starts = _fastest(profile, candidate, network, None)
     assert starts is not None  # candidates have no more stages than units
     stages = Stages.of(profile, starts)
+    if candidate.remat:
+        stages = stages.running_again(stages.forward_s)
     return max(paces_s(stages, candidate, network))
 
 
 def paces_s(stages: Stages, candidate: Candidate, network: Network) -> list[float]:
     """Return the seconds per micro-batch of each stage: of its compute, or of its messages."""
-    costs = stages.costs(remat=candidate.remat)
+    costs = stages.costs()
     compute_s = map(sum, zip(costs.forward_s, costs.backward_s, strict=True))
     sent = [network.transfer_s(size) for size in (0.0, *stages.input_bytes[1:], 0.0)]
     if candidate.schedule.shape == "vee":  # where micro-batches turn

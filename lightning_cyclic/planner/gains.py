@@ -42,28 +42,47 @@ class Gain(NamedTuple):
     risk: str
 
 
-def told(ranking: Ranking, codings: Callable[[], Iterable[tuple[Coding, str]]]) -> str:
-    """Say what sends less than the first plan, where that waits for the network.
+@final
+class Gains(NamedTuple):
+    """Hold what sends less than a plan that waits for the network.
 
     Args:
-        codings: makes codecs, and what each risks; asked for only then.
+        alone_s: seconds of the plan's step without messages.
+        ways: what is faster; one at least.
+    """
+
+    alone_s: float
+    ways: Sequence[Gain]
+
+
+def of_first(
+    ranking: Ranking, codings: Callable[[], Iterable[tuple[Coding, str]]]
+) -> Gains | None:
+    """Return what sends less than the first plan.
+
+    Args:
+        codings: makes codecs, and what each risks; asked for only where that plan waits.
 
     Returns:
-        Some lines; none where there is nothing to gain.
+        What gains; None where the network is not waited for, or nothing does.
     """
     plan, problem = ranking.plans[0], ranking.problem
     alone_s = timed(plan.fit, replace(problem, network=Network(), host_network=None)).step_s
     if not plan.is_simulated or plan.step_s < WAITS * alone_s:
-        return ""
-    found = gains(plan, problem, codings)
-    if not found:
-        return ""
+        return None
+    ways = gains(plan, problem, codings)
+    return Gains(alone_s, ways) if ways else None
+
+
+def told(found: Gains) -> str:
+    """Say it, in some lines."""
     rows = (
-        f"  {show_seconds(gain.step_s):>8}  {gain.strategy}\n{'':12}{gain.risk}" for gain in found
+        f"  {show_seconds(gain.step_s):>8}  {gain.strategy}\n{'':12}{gain.risk}"
+        for gain in found.ways
     )
     return "\n".join([
         f"plan 1 waits for the network: without messages its step would take "
-        f"{show_seconds(alone_s)}. What",
+        f"{show_seconds(found.alone_s)}. What",
         "sends less trains something else, so it is never chosen here; its step would take",
         *rows,
         "Compare a short run with one without; --compress int8, or int8+int8 of new weights, too,",
@@ -88,7 +107,7 @@ def gains(
     presets = tuple(x for x in problem.presets if _runs_whole(x))
     if not presets or problem.sparsity is not None or problem.coding is not None:
         return []
-    whole = replace(problem, presets=presets[:1], remats=(False,), disk_bytes_per_s=None)
+    whole = replace(problem, presets=presets[:1], checkpointing=("never",), disk_bytes_per_s=None)
     codecs = [
         (coding, risk)
         for coding, risk in codings()

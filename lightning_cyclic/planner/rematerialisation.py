@@ -36,7 +36,7 @@ from typing import NamedTuple, TypeAlias, TypeVar, final
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.simulate.costs import Costs
-from lightning_cyclic.simulate.memory import Memory, memory, steps_to_count
+from lightning_cyclic.simulate.memory import memory, most_at_once, spans, steps_to_count
 
 MOST_STEPS = 256
 """Steps of a function of memory that are kept; of functions with more, some are left out."""
@@ -246,10 +246,18 @@ class _Parts:
             need = min(following)
 
 
+def _order(step: _Step | _Wait) -> tuple[object, ...]:
+    """Sort by bytes and seconds; of equal ones that comes first which runs first units again.
+
+    They run again when all others have gone, so that what lives within a run adds least.
+    """
+    return step[:-3], step.last == _KEPT, step[-3:]
+
+
 def _lower(found: list[_Step]) -> list[_Step]:
     """Return those with less than all that need no more, in the order of what they need."""
     kept: list[_Step] = []
-    for x in sorted(found):
+    for x in sorted(found, key=_order):
         if not kept or x.seconds < kept[-1].seconds:
             kept.append(x)
     return kept
@@ -321,7 +329,7 @@ class _Waiting:
         if s == len(self._parts.units):
             return [_END]
         kept: list[_Wait] = []
-        for x in sorted(self._found(s)):
+        for x in sorted(self._found(s), key=_order):
             if kept and x.need > self._parts.limit:
                 break
             if not any(y.seconds <= x.seconds and y.waits <= x.waits for y in kept):
@@ -376,35 +384,34 @@ class Room(NamedTuple):
 
 
 def rooms(
-    plan: Plan, worker: int, param_bytes: Sequence[int], limit_bytes: int, state_per_param: float
-) -> dict[int, Room]:
-    """Share what a worker's limit leaves for activations among its stages.
+    plan: Plan, param_bytes: Sequence[float], limit_bytes: int, state_per_param: float
+) -> tuple[dict[int, Room], ...]:
+    """Share what the limit of each worker leaves for activations among its stages.
 
     Each micro-batch of each of them has an equal share.
 
     Args:
         plan: of a training.
-        worker: whose limit it is.
-        param_bytes: of each stage; of other workers' stages they count for nothing.
+        param_bytes: of each stage.
         limit_bytes: of all that :class:`Memory` counts.
         state_per_param: bytes of optimizer state per byte of parameters.
 
     Returns:
-        The room of each stage that the worker runs.
+        For each worker, the room of each stage that it runs.
     """
     steps = steps_to_count(plan.num_stages, max(1, plan.num_microbatches // plan.replicas))
     shown = replace(plan, num_steps=steps)
     nothing = (0.0,) * plan.num_stages
-
-    def kept(activation_bytes: Sequence[float], sizes: Sequence[float]) -> Memory:
-        costs = Costs(
-            forward_s=nothing, backward_s=nothing, param_bytes=tuple(sizes), cut_bytes=nothing,
-            activation_bytes=tuple(activation_bytes),
-        )  # fmt: skip
-        return memory(shown, costs, state_per_param=state_per_param)[worker]
-
-    each = range(plan.num_stages)
-    at_once = [int(kept([float(j == k) for k in each], nothing).activations) for j in each]
-    left = int(limit_bytes - kept(nothing, [float(n) for n in param_bytes]).total)
-    total = sum(at_once)
-    return {j: Room(limit_bytes, left, count, total) for j, count in enumerate(at_once) if count}
+    costs = Costs(
+        forward_s=nothing, backward_s=nothing, param_bytes=tuple(map(float, param_bytes)),
+        cut_bytes=nothing, activation_bytes=nothing,
+    )  # fmt: skip
+    kept = memory(shown, costs, state_per_param=state_per_param)
+    found = []
+    for of_weights, spans_of_worker in zip(kept, spans(shown), strict=True):
+        at_once = most_at_once(spans_of_worker, "activations")
+        left, total = int(limit_bytes - of_weights.total), sum(at_once.values())
+        found.append(
+            {j: Room(limit_bytes, left, count, total) for j, count in sorted(at_once.items())}
+        )
+    return tuple(found)

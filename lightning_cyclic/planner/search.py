@@ -75,7 +75,7 @@ def timed(fit: Fit, problem: Problem, *, at_any_cost: bool = False) -> RankedPla
     Args:
         at_any_cost: simulate it, however long that takes. [False]
     """
-    costs = problem.costs(fit.stages, remat=fit.candidate.remat)
+    costs = problem.costs(fit.stages)
     if fit.candidate.offload and problem.disk_bytes_per_s is not None:
         costs = costs.put_away(problem.disk_bytes_per_s)
     plan, runs_whole = fit.plan, fit.candidate.runs_whole_micro
@@ -122,7 +122,7 @@ def _closed_form(fit: Fit, problem: Problem) -> tuple[float, float, bool]:
 
 def _compute_s(fit: Fit) -> list[float]:
     """Return the seconds of each stage's compute per micro-batch."""
-    costs = fit.stages.costs(remat=fit.candidate.remat)
+    costs = fit.stages.costs()
     return [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
 
 
@@ -149,7 +149,7 @@ def _with_ways_s(fit: Fit, network: Network) -> Iterator[float]:
     The way is that to its first stage. Gradients of weights that are put off may be made behind
     the last gradient that it sends back, while the next step begins elsewhere.
     """
-    candidate, costs = fit.candidate, fit.stages.costs(remat=fit.candidate.remat)
+    candidate, costs = fit.candidate, fit.stages.costs()
     of_each = candidate.num_microbatches // candidate.replicas
     share = FIRST_HALF if candidate.schedule.splits else 1.0  # of a backward that others wait for
     homes = [fit.plan.worker_of(0, j) for j in range(fit.plan.num_stages)]
@@ -397,6 +397,8 @@ class _Search:
         if found is None:
             self._too_large.append(candidate)
             return
+        if found.candidate != candidate and "never" in self._problem.checkpointing:
+            return  # there is room for all, and that is a candidate of its own
         least_s = _shown(least_step_s(found, self._problem))
         self._push((max(least_s, time_s), staleness(found)[0], found.memory_bytes), found)
 

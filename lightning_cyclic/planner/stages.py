@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import final
 
@@ -24,6 +24,7 @@ class Stages:
         activation_bytes: bytes that the forward leaves for the backward.
         input_bytes: bytes that the stage receives; of the first, of the batch.
         tied_bytes: bytes of those parameters that later stages use, too.
+        again_s: seconds of what its backward runs again. [nothing]
     """
 
     names: tuple[str, ...]
@@ -34,6 +35,7 @@ class Stages:
     input_bytes: tuple[float, ...]
     tied_bytes: tuple[float, ...]
     tied: tuple[tuple[int, ...], ...]
+    again_s: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, profile: ModelProfile, starts: Sequence[int], *, together: bool = False) -> Stages:
@@ -72,8 +74,7 @@ class Stages:
     @classmethod
     def even(cls, profile: ModelProfile, num_stages: int, *, together: bool = False) -> Stages:
         """Cut a profile into stages whose slowest is as fast as can be; see :meth:`of`."""
-        weights = [round((u.forward_s + u.backward_s) * _TICKS_PER_S) for u in profile.units]
-        return cls.of(profile, balance(weights, num_stages), together=together)
+        return cls.of(profile, even_starts(profile, num_stages), together=together)
 
     @classmethod
     def alike(cls, num_stages: int) -> Stages:
@@ -89,21 +90,30 @@ class Stages:
     def num_stages(self) -> int:
         return len(self.names)
 
-    def costs(self, *, remat: bool = False, kept: float = 1.0, sums: float = 1.0) -> Costs:
+    def running_again(self, again_s: Sequence[float]) -> Stages:
+        """Return the same with backwards that run so much again."""
+        return replace(self, again_s=tuple(again_s))
+
+    def costs(self, *, kept: float = 1.0, sums: float = 1.0) -> Costs:
         """Return what the simulator asks for.
 
         Args:
             kept: fraction of the parameters' elements that messages carry. [1: all]
             sums: bytes of a sum of gradients in a message, per byte of parameters that it carries.
         """
-        both = zip(self.forward_s, self.backward_s, strict=True)
         return Costs(
             forward_s=self.forward_s,
-            backward_s=tuple(b + f * remat for f, b in both),
+            backward_s=self.backward_s,
             param_bytes=self.param_bytes,
             cut_bytes=self.input_bytes,
             tied_bytes=tuple(size * kept for size in self.tied_bytes),
             activation_bytes=self.activation_bytes,
             sent_param_bytes=tuple(size * kept for size in self.param_bytes),
             sent_sum_bytes=tuple(size * kept * sums for size in self.param_bytes),
-        )
+        ).running_again(self.again_s or (0.0,) * self.num_stages)
+
+
+def even_starts(profile: ModelProfile, num_stages: int) -> Sequence[int]:
+    """Return the first unit of each stage, where the slowest is as fast as can be."""
+    weights = [round((u.forward_s + u.backward_s) * _TICKS_PER_S) for u in profile.units]
+    return balance(weights, num_stages)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from lightning_cyclic.plan import program_of
 from lightning_cyclic.planner.candidates import Problem
+from lightning_cyclic.planner.gains import Gains
 from lightning_cyclic.planner.ring import ALIKE
 from lightning_cyclic.planner.search import RankedPlan, Ranking
 from lightning_cyclic.planner.stages import Stages
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _WIDTH = 100
 _BOUNDS = "too long to simulate; no step with these stages is faster, and it may be much slower"
 _DISK = "/tmp"  # of which the user knows better
+_REMAT = {"never": "", "always": "yes", "optimal": "some", "offload": "away"}
 _COLUMNS = ("w x S", "micro", "remat", "step", "samples/s", "memory", "bubble", "stale")
 
 
@@ -111,7 +113,7 @@ def _row(plan: RankedPlan) -> Iterator[str]:
     yield candidate.preset
     yield f"{candidate.replicas} x {candidate.num_stages}"
     yield f"{candidate.num_microbatches} of {candidate.micro_size}"
-    yield "yes" if candidate.remat else "away" if candidate.offload else ""
+    yield _REMAT[candidate.checkpointing]
     yield f"{'' if plan.is_simulated else '>='}{show_seconds(plan.step_s)}"
     yield f"{'' if plan.is_simulated else '<='}{plan.samples_per_s:.4g}"
     yield show_bytes(plan.fit.memory_bytes)
@@ -192,6 +194,8 @@ def arguments_of(plan: RankedPlan) -> dict[str, Any]:
         found["replicas"] = candidate.replicas
     if candidate.checkpointing != "never":
         found["activation_checkpointing"] = candidate.checkpointing
+    if plan.fit.limit_bytes is not None:
+        found["memory_limit_bytes"] = plan.fit.limit_bytes
     if candidate.offload:
         found["disk"] = _DISK
     if made.slack:
@@ -248,12 +252,23 @@ def _made(name: str, arguments: dict[str, Any], layout: str) -> dict[str, Any]:
     return {"class_path": path, "init_args": arguments}
 
 
-def as_data(ranking: Ranking) -> list[dict[str, Any]]:
+def as_data(ranking: Ranking, gains: Gains | None = None) -> list[dict[str, Any]]:
+    """Return the plans, the best first, as plain data.
+
+    Args:
+        gains: what sends less than the first of them. [nothing does]
+    """
+    told = None if gains is None else {
+        "alone_s": gains.alone_s, "ways": [way._asdict() for way in gains.ways]
+    }  # fmt: skip
     return [
         asdict(plan.fit.candidate)
         | {
+            "remat": plan.fit.candidate.remat,
+            "offload": plan.fit.candidate.offload,
             "ring": None if (ring := plan.fit.candidate.ring) is None else ring._asdict(),
             "stages": list(plan.fit.stages.names),
+            "again_s": list(plan.fit.stages.again_s),
             "step_s": plan.step_s,
             "is_simulated": plan.is_simulated,
             "samples_per_s": plan.samples_per_s,
@@ -262,6 +277,7 @@ def as_data(ranking: Ranking) -> list[dict[str, Any]]:
             "horizon": plan.horizon,
             "memory": [asdict(worker) for worker in plan.fit.memory],
             "strategy": written(plan, ranking.problem),
+            "gains": told if n == 0 else None,
         }
-        for plan in (*ranking.plans, *ranking.bounds)
+        for n, plan in enumerate((*ranking.plans, *ranking.bounds))
     ]

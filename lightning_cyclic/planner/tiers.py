@@ -37,12 +37,12 @@ class Chunks(NamedTuple):
 
     Args:
         num_bytes: of one.
-        unused: bytes of all of them that nothing lies in.
+        used: bytes of each chunk of each stage in which something lies. [all]
     """
 
     counts: Sequence[int]
     num_bytes: int
-    unused: int = 0
+    used: Sequence[Sequence[int]] = ()
 
     def of(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Return the bytes of so many of each stage."""
@@ -51,6 +51,12 @@ class Chunks(NamedTuple):
     def rest(self, kept: Sequence[int]) -> tuple[int, ...]:
         """Return the bytes of all but so many of each stage."""
         return self.of([n - k for n, k in zip(self.counts, kept, strict=True)])
+
+    def used_of_rest(self, kept: Sequence[int]) -> tuple[int, ...]:
+        """Return the bytes that lie in all but so many of each stage."""
+        if not self.used:
+            return self.rest(kept)
+        return tuple(sum(each[k:]) for each, k in zip(self.used, kept, strict=True))
 
 
 def in_tiers(
@@ -93,14 +99,13 @@ def in_tiers(
             "the norm of all stages), so that all stages are updated at once; allowed: "
             "norms='none'; use that (clip_norm='stage')"
         )
-    least = float("inf")
+    least, room = float("inf"), limit_bytes - besides
     every, none = state.of(state.counts), (0,) * len(state.counts)
     for moving in (None,) if weights is None else (None, weights):
-        room = limit_bytes - besides - (moving.unused if moving is not None else 0)
         for ahead in (1, 0):
             tiers = Tiers(moved=every, kept=none, ahead=ahead, early=early)
             if moving is not None:
-                tiers = replace(tiers, weights=moving.of(moving.counts))
+                tiers = replace(tiers, weights=moving.rest(none), away=moving.used_of_rest(none))
             rooms = rooms_beside(replace(plan, tiers=tiers), costs, room, remat=remat)
             needed = limit_bytes - min(min(x.values()) for x in rooms)
             least = min(least, needed)
@@ -108,7 +113,7 @@ def in_tiers(
                 continue
             if moving is not None:
                 kept = _most(replace(plan, tiers=tiers), costs, moving, room, "fetched")
-                tiers = replace(tiers, weights=moving.rest(kept))
+                tiers = replace(tiers, weights=moving.rest(kept), away=moving.used_of_rest(kept))
             kept = _most(replace(plan, tiers=tiers), costs, state, room, "state", remat=remat)
             if ahead and not plan.axes.placement.runs_whole_micro:
                 tiers, kept = _further_ahead(plan, costs, state, room, tiers, kept, remat=remat)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeAlias, final
 
 import torch
@@ -116,7 +117,9 @@ class PipelineTraining(AbstractTraining):
     ) -> None:
         super().__init__(trainer, options, plan, reductions)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        kept = state_per_param(trainer.optimizers) if fitting else None
+        kept = 0.0 if fitting else None
+        if fitting and options.memory_limit_bytes is not None:  # what nobody else asks for
+            kept = state_per_param(trainer.optimizers, self._module.parameters())
         moves = tiers_of(trainer, options) is not None
         self._finder = CutFinder(options, kept, moves_state=moves)
         self._transport = join_workers(trainer, options)
@@ -179,12 +182,19 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def _kept_by_stages(self) -> list[tuple[int, int]] | None:
-        found = self._finder.loads(self._session.cuts)
-        return (
-            None
-            if found is None
-            else [(load.activation_bytes, load.crossing_bytes) for load in found]
-        )
+        found, plan = self._finder.loads(self._session.cuts), self._session.plan
+        if found is None or plan is None:
+            return None
+        homes = [plan.worker_of(0, j) for j in range(plan.num_stages)]
+        stay = not (self._options.runs_again or plan.offloads)  # else they count as received
+        adopted = [  # by the stage behind it, from a stage on the same worker
+            behind.adopted_bytes if stay and home == next_home else 0
+            for behind, (home, next_home) in zip(found[1:], pairwise(homes), strict=True)
+        ]
+        return [
+            (load.activation_bytes + more, load.crossing_bytes)
+            for load, more in zip(found, [*adopted, 0], strict=True)
+        ]
 
     @override
     def report(self) -> str | None:

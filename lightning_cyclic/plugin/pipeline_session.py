@@ -23,7 +23,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.training import agreed_seed
-from lightning_cyclic.runtime.meta import lending
+from lightning_cyclic.runtime.meta import is_unmade, lending
 from lightning_cyclic.runtime.partial_step.collectives import rank_of
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.micro_batches import BatchCutter, SplitBatch
@@ -70,8 +70,9 @@ class CutFinder:
         options = self._options
         if options.is_one_stage:
             return whole(module)  # without a run that users would see in their hooks and counts
-        with lending(module):
-            self._survey = survey(module, step, clock=options.clock)
+        with lending(module):  # what is lent, a graph would hold: of that nobody sees more
+            known = not is_unmade(module)
+            self._survey = survey(module, step, clock=options.clock, for_backward=known)
         refuse_written(self._survey, keeps_order=options.keeps_order)
         stages = self._stages(self._survey, module)
         optimal = options.activation_checkpointing == "optimal"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.absent import num_bytes_of
+from lightning_cyclic.runtime.state_layout import state_bytes
 from lightning_cyclic.simulate import Costs, Memory, memory
 from lightning_cyclic.simulate.memory import steps_to_count
 
@@ -54,7 +55,19 @@ def planned_memory(
     return memory(plan, costs, remat=again, state_per_param=state_per_param)
 
 
-def state_per_param(optimizers: Sequence[Optimizer]) -> float:
-    if not all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers):
+def state_per_param(optimizers: Sequence[Optimizer], parameters: Iterable[nn.Parameter]) -> float:
+    """Return the bytes of what optimizers will have, per byte of a module's parameters.
+
+    That is what they make of the shapes of parameters, and what they train in the place of these.
+    Where shapes do not tell, the two moments of Adam are assumed.
+    """
+    theirs = {id(p): num_bytes_of(p) for p in parameters}
+    if not theirs:
+        return 0.0
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    masters = sum(num_bytes_of(p) for g in groups for p in g["params"] if id(p) not in theirs)
+    try:
+        made = sum(map(state_bytes, optimizers))
+    except ConfigurationError:
         return 2.0
-    return float(any(g["momentum"] for optimizer in optimizers for g in optimizer.param_groups))
+    return (made + masters) / sum(theirs.values())

@@ -56,6 +56,7 @@ from lightning_cyclic.runtime.absent import is_absent, num_bytes_of
 from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.assembly import Assembly
 from lightning_cyclic.runtime.loss_scaling import Outcomes
+from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.stages.places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.trees import map_tensors
@@ -270,6 +271,11 @@ class ReplicatedTraining(AbstractTraining):
             # the worker behind begins its window when this one's is over
             self._reductions.run(self._trainer.strategy.reduce)
         return output
+
+    @override
+    def validation_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
+        with lending(self._module):  # before the first step layers may be on the meta device
+            return own(*args, **kwargs)
 
     def _plan_batches(self) -> None:
         if not self._plans_batches or not self._session.is_between_steps:

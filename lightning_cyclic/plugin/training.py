@@ -207,16 +207,17 @@ class AbstractTraining(Hooks, ABC):
     def planned_memory(self, batch_bytes: int) -> Memory | None:
         if not self._has_stages or self.plan is None:
             return None
+        parameters = dict(self._module.named_parameters())
         return planned_memory(
             self.plan,
-            dict(self._module.named_parameters()),
+            parameters,
             self.stage_of or {},
             self._session.assembly.ask_first(
                 self._kept_by_stages, "to compare memory with the plan"
             ),
             batch_bytes=batch_bytes,
             again=self._options.runs_again,
-            state_per_param=state_per_param(self._trainer.optimizers),
+            state_per_param=state_per_param(self._trainer.optimizers, parameters.values()),
         )[self._worker]
 
     def _kept_by_stages(self) -> list[tuple[int, int]] | None:

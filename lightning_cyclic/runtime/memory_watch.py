@@ -9,6 +9,7 @@ which functions use it (collectives: messages), or from when they do: what a for
 backward uses is an activation, be it autograd that kept it or the user's own function. Nothing is
 hung on tensors or modules, and autograd saves what it always does.
 
+What lies in a file that is mapped (optimizer state that comes and goes, a data set) is no memory.
 What is not seen: memory that lives within one function, what threads of their own allocate before
 the step's own thread uses it, and tensors without a storage (sparse ones).
 """
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_cyclic.runtime.codecs.factored import FactoredGradient
+from lightning_cyclic.runtime.mapped_files import MappedFiles
 from lightning_cyclic.runtime.memory_blocks import (
     ACTIVATIONS,
     BUFFERS,
@@ -71,6 +73,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._blocks: list[Block] = []
         self._alive: dict[int, tuple[weakref.ref[Any], Block]] = {}  # by address of the storage
         self._by_forward: set[int] = set()  # numbers of blocks
+        self._files = MappedFiles(())
         self._spans: list[Span] = []
         self._step: Span | None = None  # under way
         self._held: tuple[nn.Module, Sequence[Optimizer]]
@@ -99,6 +102,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._now += 1
             ns = self._clock()
             self._step = Span(step, self._now, self._now, ns, ns)
+        self._files = MappedFiles.now()
         self._held = module, optimizers
         # the class itself is asked: absent parameters refuse to be looked at (absent.py)
         self._parameters = list(module.parameters())
@@ -223,7 +227,8 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._free(storage._cdata, at)
             block, is_found = self._add(storage, at, is_found=False, kind=block.kind), False
         elif block is None:
-            return self._add(storage, at, is_found=is_found)
+            is_file = is_found and self._files.have(storage.data_ptr())
+            return None if is_file else self._add(storage, at, is_found=is_found)
         elif not block.accesses or block.accesses[-1].event != at.event:
             block.accesses.append(at)
         return block

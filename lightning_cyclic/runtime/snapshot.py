@@ -70,6 +70,14 @@ def untouched(module: nn.Module) -> Iterator[Snapshot]:
             snapshot.restore()
 
 
+def _put(tensor: Tensor, before: Tensor, *, had_graph: bool) -> None:
+    with torch.no_grad():
+        if not same(before, tensor):
+            tensor.detach().copy_(before)
+        if tensor.grad_fn is not None and not had_graph:
+            tensor.detach_()
+
+
 @final
 class Snapshot:
     """Know how a module was."""
@@ -79,7 +87,7 @@ class Snapshot:
         self._ignored = frozenset(ignored)
         self._containers: list[tuple[Any, Any]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tensors: dict[int, tuple[Tensor, Tensor, bool]] = {}  # with whether it had a graph
         self._counted: list[tuple[str, Mark]] = []  # too large for a copy
         self._puts: list[tuple[Callable[[Any], object], Any]] = []
         self._generators: generators.States = []
@@ -97,7 +105,8 @@ class Snapshot:
     def keep(self, tensor: Tensor) -> None:
         """Copy a tensor that is about to change in place."""
         if id(tensor) not in self._tensors:
-            self._tensors[id(tensor)] = (tensor, tensor.detach().clone())
+            copy_ = tensor.detach().clone()
+            self._tensors[id(tensor)] = (tensor, copy_, tensor.grad_fn is not None)
 
     def changed_buffers(self) -> list[str]:
         """Return the names of the buffers whose values differ from those at the beginning."""
@@ -117,10 +126,8 @@ class Snapshot:
             refill(container, items)
         for cell, value in self._cells:
             cell.cell_contents = value
-        with torch.no_grad():
-            for tensor, before in self._tensors.values():
-                if not same(before, tensor):
-                    tensor.detach().copy_(before)
+        for tensor, before, had_graph in self._tensors.values():
+            _put(tensor, before, had_graph=had_graph)
         for put, state in self._puts:
             put(state)
         generators.put(self._generators)

@@ -20,6 +20,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple, final
 
 import torch
@@ -113,6 +114,18 @@ def _laid(parts: Sequence[Sequence[Sequence[Part]]]) -> StateLayout:
     }
     best = min(tried, key=lambda size: size * sum(map(len, packed[size])))
     return StateLayout(packed[best], best, sum(sizes))
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Return how many bytes of state an optimizer has behind its first step, but for step counts.
+
+    Raises:
+        ConfigurationError: it cannot be known from shapes alone.
+    """
+    wanted = {p for group in optimizer.param_groups for p in group["params"]}
+    made = _state_by_shapes(optimizer, wanted)
+    specs = (part.spec for parts in made.values() for part in parts)
+    return sum(prod(spec.size) * spec.dtype.itemsize for spec in specs)
 
 
 def _packed(parts: Sequence[Part], chunk_bytes: int) -> Iterator[Chunk]:

@@ -88,6 +88,7 @@ class StateTier:
         self._spare: list[_Room] = []  # which spares the system to find their pages again
         self._rooms: dict[int, list[_Room]] = {}  # of the stages that are in memory
         self._shown: set[int] = set()
+        self._given: set[tuple[int, int]] = set()  # chunks that hold what has been given meanwhile
         chunks = [(j, k) for j, each in self._moved.items() for k in range(len(each))]
         self._begins = {at: n * layout.chunk_bytes for n, at in enumerate(chunks)}
         self._home = make_home(len(chunks) * layout.chunk_bytes)
@@ -111,6 +112,7 @@ class StateTier:
         self._show_chunk(j, k, room)
         self._move(Kind.EVICT, j, k, room)
         self._streams.now().wait()
+        self._given.discard((j, k))
         self._send_home(j, k, room)
         room.leave()
         self._spare.append(room)
@@ -183,16 +185,15 @@ class StateTier:
         is_written = j in self._written
         self._written.pop(j, PAST).wait()  # as others read it on the host
         for k, room in enumerate(rooms):
-            # what has changed since it went goes home again; so does what a forward has changed,
-            # if it is weights
-            if is_written:
+            if is_written:  # and changed since it went
                 gone = [self._gone.pop(id(view)) for view in room.views]
                 again = gone != list(map(version, room.views))
             else:
-                again = j in self._shown and self._holder.has_changed(self._moved[j][k])
+                again = self._differs(j, k)
             if again:
                 self._move(Kind.EVICT, j, k, room)
                 self._streams.now().wait()
+            self._given.discard((j, k))
             self._send_home(j, k, room)
             if self.places is not None:
                 self.places.forget(room.data)
@@ -200,6 +201,12 @@ class StateTier:
                 raise self._kept(j)
         self._shown.discard(j)
         self._spare += rooms
+
+    def _differs(self, j: int, k: int) -> bool:
+        """Say whether a chunk may be other than at home, where no update has made it so."""
+        if (j, k) in self._given:
+            return True
+        return j in self._shown and self._holder.has_changed(self._moved[j][k])
 
     def _send_home(self, j: int, k: int, room: _Room) -> None:
         each = zip(self._moved[j][k], self._at_home[j][k], room.views, strict=True)
@@ -289,6 +296,7 @@ class StateTier:
             if not is_read:  # made just now, or loaded, or changed by a hook since it came
                 self._check(part, x, j)
                 view.copy_(x)
+                self._given.add((j, k))
             self._holder.put(part, view)
         self._holder.note(self._moved[j][k])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import final
+from typing import NamedTuple, final
 
 from lightning_cyclic.plan import Plan, program_of, programs_of
 from lightning_cyclic.simulate.account import account
@@ -26,6 +26,18 @@ _MEMORY = {
     "in_flight": "gradients in buffers of messages",
     "index": "places of kept elements",
 }
+
+
+class Again(NamedTuple):
+    """Hold what backwards of a plan run again.
+
+    Args:
+        seconds: of each stage, of one micro-batch.
+        memory: what each worker keeps by that.
+    """
+
+    seconds: tuple[float, ...]
+    memory: tuple[Memory, ...]
 
 
 @final
@@ -70,6 +82,7 @@ class Comparison:
     plan: Figures
     lockstep: Figures
     reference: Lockstep
+    again_s: tuple[float, ...] = ()
 
     @property
     def speed(self) -> float:
@@ -82,7 +95,9 @@ class Comparison:
         network = asdict(self.network)
         if self.network.inside is None:
             del network["hosts"], network["inside"]
-        return asdict(self) | {"costs": costs, "network": network, "speed": self.speed}
+        return asdict(self) | {
+            "costs": costs, "network": network, "speed": self.speed, "again_s": list(self.again_s)
+        }  # fmt: skip
 
 
 def compare(
@@ -92,6 +107,7 @@ def compare(
     *,
     bucket_bytes: float | None = None,
     state_per_param: float = 2.0,
+    again: Again | None = None,
 ) -> Comparison:
     """Simulate a plan and the reference.
 
@@ -100,6 +116,7 @@ def compare(
         bucket_bytes: size of the reference's ring all-reduces; 0 for one per stage. [the best
             all-reduce, in the best number of buckets]
         state_per_param: bytes of optimizer state per byte of parameters. [2: Adam]
+        again: what backwards of the plan run again, those of the reference do not. [nothing]
 
     Returns:
         Both, side by side. Where the plan has fewer micro-batches per step than workers, the
@@ -112,9 +129,10 @@ def compare(
         num_stages=plan.num_stages,
         network=network,
         costs=costs,
-        plan=_of_plan(plan, costs, network, state_per_param),
+        plan=_of_plan(plan, costs, network, state_per_param, again),
         lockstep=_of_lockstep(plan, costs, reference, state_per_param),
         reference=reference,
+        again_s=() if again is None else again.seconds,
     )
 
 
@@ -129,8 +147,14 @@ def _reference(plan: Plan, costs: Costs, network: Network, bucket_bytes: float |
     return lockstep(costs, network, num_workers, micro_per_worker=each, bucket_bytes=bucket_bytes)
 
 
-def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float) -> Figures:
+def _of_plan(
+    plan: Plan, costs: Costs, network: Network, state_per_param: float, again: Again | None
+) -> Figures:
     period, shown = 1, plan
+    if again is None:
+        kept = memory(plan.shortest, costs, state_per_param=state_per_param)
+    else:
+        costs, kept = costs.running_again(again.seconds), again.memory
     if plan.local is not None and (period := plan.local.every) > 1:
         # a steady one, or two where the first exchange may be used in the second period
         shown = replace(plan, num_steps=(4 if plan.local.delay else 2) * period + 2)
@@ -147,9 +171,7 @@ def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float)
         versions=max(worker.versions for worker in workers),
         activations=max(worker.activations for worker in workers),
         all_activations=counted.activations,
-        memory=max(
-            memory(plan.shortest, costs, state_per_param=state_per_param), key=lambda m: m.total
-        ),
+        memory=max(kept, key=lambda m: m.total),
     )
 
 
@@ -233,7 +255,12 @@ def _title(comparison: Comparison) -> str:
     cluster = f"{comparison.num_workers} workers, {comparison.num_stages} stages, {_link(network)}"
     if network.inside is not None:
         cluster += f"; on {len(set(network.hosts))} hosts, inside of them {_link(network.inside)}"
-    return "\n".join([cluster, *_assumptions(comparison.costs)])
+    lines = [cluster, *_assumptions(comparison.costs)]
+    if comparison.again_s:
+        part = sum(comparison.again_s) / (sum(comparison.costs.forward_s) or 1.0)
+        each = _each(comparison.again_s, show_seconds)
+        lines.append(f"    each backward runs {each} of its stage again: {part:.0%} of a forward")
+    return "\n".join(lines)
 
 
 def _link(network: Network) -> str:

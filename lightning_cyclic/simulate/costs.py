@@ -7,7 +7,7 @@ backward that takes twice its forward, as matrix products do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Self, final
@@ -273,6 +273,15 @@ class Costs:
         if action.kind is Kind.ADD:
             return self.decode_s[action.j] + self.encode_s[action.j] * is_own
         return self.encode_s[action.j]
+
+    def running_again(self, again_s: Sequence[float]) -> Self:
+        """Return the same with backwards that run a part of their forward again.
+
+        Args:
+            again_s: seconds of it, of each stage.
+        """
+        both = zip(self.backward_s, again_s, strict=True)
+        return replace(self, backward_s=tuple(b + again for b, again in both))
 
     def put_away(self, bytes_per_s: float) -> Self:
         """Return the same with what forwards leave on a disk until their backwards.

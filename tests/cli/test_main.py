@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -241,6 +242,40 @@ def test_simulate_knows_hosts_of_several_workers(capsys):
     assert steps[0] < steps[1]
 
 
+def test_what_runs_again_takes_time_and_spares_memory(capsys):
+    given = "simulate 1f1b --workers 2 --num-microbatches 4 --step-s 1200ms --model-bytes 0B "
+    given += "--activation-bytes 2400MB --cut-bytes 10MB --bandwidth 1000GB/s --latency-s 0s "
+    given += "--json --activation-checkpointing "
+
+    def simulated(how):
+        status, out, err = run(capsys, *(given + how).split())
+        return json.loads(out) if status == 0 else err
+
+    never, always = simulated("never"), simulated("always")
+    assert never["again_s"] == []
+    assert always["again_s"] == pytest.approx([0.2, 0.2])
+    assert always["lockstep"] == never["lockstep"]
+    slots = 2 * 4 + 2  # of a forward or a backward each, of the first stage and both ways
+    assert never["plan"]["step_s"] == pytest.approx(slots * 0.3, rel=1e-3)
+    assert always["plan"]["step_s"] == pytest.approx(slots * 0.4, rel=1e-3)
+    roomy = simulated("optimal --memory 3GB")
+    assert roomy["again_s"] == [0, 0]
+    # of twelve units of 100 MB two micro-batches keep nine each, and 10 MB in front of the fourth;
+    # with ten it would be 2020 MB, beside inputs and a gradient of 10 MB each
+    tight = simulated("optimal --memory 2GB")
+    assert [round(s / (0.2 / 12), 6) for s in tight["again_s"]] == [3, 0]
+    kept = tight["plan"]["memory"]
+    assert sum(kept.values()) <= 2e9
+    assert never["plan"]["step_s"] < tight["plan"]["step_s"] < always["plan"]["step_s"]
+    assert (
+        "of its stage again: " in run(capsys, *given.replace("--json ", "").split(), "always")[1]
+    )
+    refused = simulated("optimal --memory 100MB --units 4")
+    least = int(re.search(r"use --memory (\d+)", refused)[1])
+    assert simulated(f"optimal --memory {least}B --units 4")["again_s"][0] > 0
+    assert "is kept by no choice" in simulated(f"optimal --memory {least - 1}B --units 4")
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -269,6 +304,30 @@ def test_simulate_knows_hosts_of_several_workers(capsys):
         ("draw 1f1b --workers 2 --state 1 --remat", ["--state, --remat of", "add --memory"]),
         ("draw 1f1b --workers 2 --offload", ["--offload of", "add --memory"]),
         ("simulate cyclic_dp --workers 2 --offload", ["'replicated'", "use offloads=False"]),
+        (
+            "simulate cyclic_dp --workers 2 --activation-checkpointing always",
+            ["preset 'cyclic_dp', whose workers run whole micro-batches", "use preset 1f1b"],
+        ),
+        (
+            "simulate spectrain --workers 2 --activation-checkpointing optimal --memory 9GB",
+            ["preset 'spectrain', whose predicted weights are gone", "use always"],
+        ),
+        (
+            "simulate 1f1b --workers 2 --activation-checkpointing optimal",
+            ["optimal without --memory", "add --memory 24GB"],
+        ),
+        (
+            "simulate 1f1b --workers 2 --memory 9GB",
+            ["--memory with --activation-checkpointing never", "leave --memory out"],
+        ),
+        (
+            "simulate 1f1b --workers 2 --activation-checkpointing always --units 9",
+            ["--units with --activation-checkpointing always", "leave --units out"],
+        ),
+        (
+            "simulate 1f1b --workers 2 --activation-checkpointing always --offload",
+            ["and --offload, by which nothing runs again", "leave --offload out"],
+        ),
         ("draw 1f1b --workers 99 --out x.svg", ["99 workers", "up to 32 workers", "fewer steps"]),
         (
             "draw pipedream_2bw --workers 4 --num-microbatches 2",

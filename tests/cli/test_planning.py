@@ -62,6 +62,22 @@ def test_activations_on_a_disk(capsys, file):
     assert slower["step_s"] > away["step_s"]
 
 
+def test_what_a_limit_has_no_room_for_runs_again(capsys, file):
+    given = "plan", file, "--workers", "2", "--memory", "33MB", "--preset", "1f1b", "--batch", "16"
+    found = {}
+    for how in ("all", "both", "optimal"):
+        _, out, _ = run(capsys, *given, "--json", "--activation-checkpointing", how)
+        found[how] = json.loads(out)
+    kinds = [{plan["checkpointing"] for plan in plans} for plans in found.values()]
+    assert kinds == [{"never", "always", "optimal"}, {"never", "always"}, {"never", "optimal"}]
+    chosen = next(plan for plan in found["all"] if plan["checkpointing"] == "optimal")
+    assert 0 < sum(chosen["again_s"]) < 0.04  # seconds of a forward
+    assert 'activation_checkpointing="optimal", memory_limit_bytes=' in chosen["strategy"]
+    assert chosen["strategy"] in {plan["strategy"] for plan in found["optimal"]}
+    _, text, _ = run(capsys, *given, "--activation-checkpointing", "optimal")
+    assert any("some" in line.split() for line in text.splitlines())
+
+
 def test_profiles_of_several_sizes(capsys, file, tmp_path):
     (tmp_path / "more.json").write_text(to_json([replace(profile(), micro_size=8)]))
     arguments = "--workers", "1", "--memory", "1GB", "--batch", "8", "--json"
@@ -78,6 +94,9 @@ def test_a_plan_under_a_codec_and_what_codecs_would_gain(capsys, file):
     assert f'CyclicStrategy("cyclic_dp", compress={weights})' in out
     assert 'compress={"gradients": "int8", "weights": "int8"})' in out
     assert "compress" not in out.partition("plan 1 waits")[0]
+    (first, *_) = json.loads(run(capsys, *given, "--preset", "cyclic_dp", "--json")[1])
+    assert first["gains"]["ways"]
+    assert all(x["strategy"] in out and x["risk"] in out for x in first["gains"]["ways"])
     coded = run(capsys, *given, "--compress", "topk:0.01", "--json")[1]
     plans = json.loads(coded)
     assert {p["preset"] for p in plans} <= {
@@ -87,6 +106,7 @@ def test_a_plan_under_a_codec_and_what_codecs_would_gain(capsys, file):
         "lockstep_dp",
     }
     assert plans[0]["strategy"].endswith(", compress=TopK(density=0.01))")
+    assert plans[0]["gains"] is None
     both = json.loads(run(capsys, *given, "--compress", "topk:0.01+topk:0.01", "--json")[1])
     assert {p["preset"] for p in both} <= {"cyclic_dp", "cyclic_dp_v1", "lockstep_dp"}
     assert both[0]["step_s"] < 0.5 * plans[0]["step_s"]
@@ -158,11 +178,15 @@ def test_errors_are_one_line_and_exit_status_two(capsys, file, tmp_path, argumen
 
 
 PIPELINE = "plan", "net.json", "--workers", "2", "--memory", "1GB", "--preset", "1f1b"
+FILLED = (
+    *PIPELINE[:4], "--memory", "33MB", *PIPELINE[6:], "--batch", "16",
+    "--activation-checkpointing", "optimal",
+)  # fmt: skip
 CODED = (*PIPELINE[:-1], "cyclic_dp", "--compress", "int8+topk:0.01")
 
 
 @pytest.mark.filterwarnings("ignore")  # of LightningCLI and jsonargparse
-@pytest.mark.parametrize("given", [PIPELINE, CODED])
+@pytest.mark.parametrize("given", [PIPELINE, CODED, FILLED])
 def test_lightning_cli_takes_the_strategy_that_is_saved(capsys, file, monkeypatch, given):
     from lightning.pytorch import LightningModule
     from lightning.pytorch.cli import LightningCLI
@@ -177,7 +201,7 @@ def test_lightning_cli_takes_the_strategy_that_is_saved(capsys, file, monkeypatc
     assert_is_printed(cli.trainer.strategy, out)
 
 
-@pytest.mark.parametrize("given", [PIPELINE, CODED])
+@pytest.mark.parametrize("given", [PIPELINE, CODED, FILLED])
 def test_hydra_instantiates_the_strategy_that_is_saved(capsys, file, given):
     from hydra.utils import instantiate
     from omegaconf import OmegaConf

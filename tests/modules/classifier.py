@@ -90,7 +90,7 @@ class MicroBatches(Dataset[Batch]):
     """Micro-batch k, made from k alone.
 
     Args:
-        kind: "vectors", "images" or "tokens".
+        kind: "vectors", "vector" (one of them), "images" or "tokens".
         num: how many there are.
         seed: of the whole set.
     """
@@ -106,7 +106,7 @@ class MicroBatches(Dataset[Batch]):
         if self.kind == "tokens":
             x = torch.randint(0, 50, (2, 12), generator=g)
             return x, x
-        shape = (7, 12) if self.kind == "vectors" else (4, 3, 8, 8)
+        shape = {"vectors": (7, 12), "vector": (1, 12)}.get(self.kind, (4, 3, 8, 8))
         return torch.randn(shape, generator=g), torch.randint(0, 3, shape[:1], generator=g)
 
 

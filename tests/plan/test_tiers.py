@@ -169,3 +169,86 @@ def test_copies_overlap_what_is_computed_meanwhile():
     # without anything ahead, each of four updates waits for its state to come and to go
     assert seconds[0] == 6 * (12 + 8 + 8)
     assert seconds[1] == 6 * (12 + 8) + 1  # behind the last update its state has to go
+
+
+# ---------------------------------------------------------------------- weights
+
+
+def with_weights(*, ahead=1, early=True, weights=(8,) * STAGES, num_steps=3):
+    plan = tiered("lockstep_dp", ahead=ahead, num_workers=1, num_steps=num_steps)
+    return replace(plan, tiers=replace(plan.tiers, weights=weights, early=early))
+
+
+def moves_of_weights(program):
+    return [a for a in program if a.payload is Payload.P]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("early", [True, False])
+def test_weights_are_there_for_every_use_and_for_no_other(ahead, early):
+    plan = with_weights(ahead=ahead, early=early)
+    assert "replayed" in str(proof_of(plan))
+    there = set()
+    for a in programs_of(plan)[0]:
+        if a.kind in (Kind.F, Kind.B, Kind.UPDATE):
+            assert a.j in there
+            assert len(there) <= 1 + 2 * ahead
+        elif a.payload is Payload.P and a.kind is Kind.FETCH:
+            assert a.j not in there
+            there.add(a.j)
+        elif a.payload is Payload.P and a.kind is Kind.FREE:
+            there.remove(a.j)
+    assert not there
+
+
+def test_the_last_stage_comes_once_and_others_come_again_for_their_backward():
+    plan = with_weights(num_steps=1)
+    comes = [a.j for a in moves_of_weights(programs_of(plan)[0]) if a.kind is Kind.FETCH]
+    assert comes == [0, 1, 2, 3, 2, 1, 0]
+
+
+def test_what_a_forward_has_not_changed_is_not_written_back():
+    plan = with_weights(num_steps=1)
+    goes = [str(a) for a in moves_of_weights(programs_of(plan)[0]) if a.kind is Kind.EVICT]
+    assert goes == [f"{j}EVICT_P@1#0~tiers" for j in (3, 2, 1, 0)]
+
+
+def test_weights_that_stay_have_no_moves():
+    plan = with_weights(weights=(0, 8, 0, 8))
+    assert {a.j for a in moves_of_weights(programs_of(plan)[0])} == {1, 3}
+    assert "replayed" in str(proof_of(plan))
+
+
+def test_moves_of_weights_print_and_parse():
+    for a in programs_of(with_weights())[0]:
+        assert parse(str(a)) == a
+
+
+@pytest.mark.parametrize("left_out", [Kind.FETCH, Kind.EVICT, Kind.FREE])
+def test_a_program_that_leaves_a_move_of_weights_out_is_refused(left_out):
+    plan = with_weights(num_steps=2)
+    program = list(programs_of(plan)[0])
+    gone = next(a for a in moves_of_weights(program) if a.kind is left_out and a.j == 2)
+    with pytest.raises(ValidationError, match=r"before what it needs|which is not there"):
+        play(plan, [a for a in program if a is not gone])
+
+
+def test_memory_counts_weights_that_are_there():
+    costs = Costs.even(STAGES, model_bytes=8.0 * STAGES, activation_bytes=0.0)
+    most = {}
+    for ahead in (0, 1):
+        plan = with_weights(ahead=ahead)
+        alone = replace(plan, tiers=replace(plan.tiers, moved=(0,) * STAGES))
+        most[ahead] = memory(alone, costs)[0].parameters
+    assert most == {0: 8.0, 1: 16.0}  # one that is used, one that comes or leaves
+
+
+def test_a_copy_of_weights_takes_its_time_beside_what_is_computed():
+    slow = replace(Costs.even(STAGES, compute_s=12.0), weights_moved_s=(1.0,) * STAGES)
+    seconds = {}
+    for ahead in (0, 1):
+        plan = with_weights(ahead=ahead, num_steps=4)
+        seconds[ahead] = simulate(programs_of(plan), slow, plan=plan).makespan_s
+    moves = 2 * STAGES - 1 + STAGES  # of a step, each waited for
+    assert seconds[0] == 4 * (12 + moves)
+    assert seconds[1] < 4 * (12 + moves / 2)

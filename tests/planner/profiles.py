@@ -17,5 +17,6 @@ def profile_of(units, *, micro_size=1, ties=()):
 def candidate(preset, *, num_stages=3, num_microbatches=4, remat=False, replicas=1):
     return Candidate(
         preset=preset, replicas=replicas, num_stages=num_stages,
-        num_microbatches=num_microbatches, micro_size=1, remat=remat,
+        num_microbatches=num_microbatches, micro_size=1,
+        checkpointing="always" if remat else "never",
     )  # fmt: skip

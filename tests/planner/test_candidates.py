@@ -42,12 +42,16 @@ def found(**changes):
 
 
 def test_pipelines_have_every_width_and_size_that_divide():
-    got = found(presets=("1f1b",), remats=(False,))
+    got = found(presets=("1f1b",), checkpointing=("never",))
     assert {case[:2] for case in got} == {(1, 4), (2, 2), (4, 1)}
     assert {case[2:4] for case in got} == {(1, 16), (2, 8), (4, 4)}
     assert all(num_microbatches % replicas == 0 for replicas, _, num_microbatches, _, _ in got)
     assert (4, 1, 2, 8, False) not in got  # two micro-batches for four replicas
-    assert len(found(presets=("1f1b",))) == 2 * len(got)
+    assert len(found(presets=("1f1b",))) == 3 * len(got)  # never, always, optimal
+    assert len(found(presets=("1f1b",), precision="bf16-true")) == 2 * len(got)
+    assert len(found(presets=("spectrain",))) == 2 * len(
+        found(presets=("spectrain",), checkpointing=("never",))
+    )
 
 
 def test_no_more_stages_than_units():
@@ -144,7 +148,7 @@ def fitted(preset, *, num_workers=1, num_stages=1, replicas=1, **changes):
     )
     chosen = Candidate(
         preset=preset, replicas=replicas, num_stages=num_stages, num_microbatches=2 * num_workers,
-        micro_size=1, remat=False,
+        micro_size=1,
     )  # fmt: skip
     return Fitter(asked).fit(chosen).memory[0]
 

@@ -10,9 +10,9 @@ import pytest
 from lightning_cyclic.plan import LocalSteps, make_plan, programs_of
 from lightning_cyclic.planner import Problem, search
 from lightning_cyclic.planner.candidates import candidates
-from lightning_cyclic.planner.gains import gains, told
+from lightning_cyclic.planner.gains import gains, of_first, told
 from lightning_cyclic.planner.ring import ring_bound_s
-from lightning_cyclic.planner.table import as_config, table, written
+from lightning_cyclic.planner.table import as_config, as_data, table, written
 from lightning_cyclic.simulate import CodecCosts, Coding, Costs, Network, simulate
 
 from .test_search import everything, key, profile
@@ -31,7 +31,7 @@ MIXED = Coding(gradients=BF16, weights=TOP_K)
 def problem(**changes) -> Problem:
     given = {
         "profiles": (profile(),), "num_workers": 2, "memory_bytes": 1e9, "network": SLOW,
-        "presets": ("cyclic_dp",), "remats": (False,),
+        "presets": ("cyclic_dp",), "checkpointing": ("never",),
     }  # fmt: skip
     return Problem(**(given | changes))
 
@@ -42,7 +42,7 @@ def offered(*codings: Coding):
 
 def test_where_the_network_is_waited_for_it_is_told_and_not_chosen():
     ranking = search(problem())
-    text = told(ranking, offered(HALF, SMALL))
+    text = told(of_first(ranking, offered(HALF, SMALL)))
     assert "waits for the network: without messages its step would take 120 ms" in text
     assert 'CyclicStrategy("cyclic_dp", compress="bf16")' in text
     assert 'CyclicStrategy("cyclic_dp", compress=TopK(density=0.01))\n            risk 1' in text
@@ -51,9 +51,21 @@ def test_where_the_network_is_waited_for_it_is_told_and_not_chosen():
     assert "compress" not in table(ranking)
 
 
+def test_what_is_told_is_in_the_data_of_the_first_plan_alone():
+    ranking = search(problem(presets=("cyclic_dp", "lockstep_dp")))
+    found = of_first(ranking, offered(HALF, SMALL))
+    first, *others = as_data(ranking, found)
+    assert first["gains"]["alone_s"] == found.alone_s < first["step_s"]
+    ways = [(way["strategy"], way["step_s"], way["risk"]) for way in first["gains"]["ways"]]
+    assert ways == list(found.ways)
+    assert len(ways) == 3  # and local steps
+    assert [row["gains"] for row in others] == [None] * len(others) != []
+    assert as_data(ranking)[0]["gains"] is None
+
+
 def test_where_it_is_not_nobody_asks_for_codecs():
     ranking = search(problem(network=Network(bandwidth_bytes_per_s=1e12)))
-    assert told(ranking, lambda: pytest.fail("codecs take torch")) == ""
+    assert of_first(ranking, lambda: pytest.fail("codecs take torch")) is None
 
 
 def test_where_new_weights_alone_are_too_slow_codecs_of_them_are_told():
@@ -99,7 +111,7 @@ def test_what_has_no_room_in_memory_is_not_offered():
 
 def test_of_pipelines_alone_there_is_nothing_to_tell():
     ranking = search(problem(presets=("1f1b",)))
-    assert told(ranking, offered(HALF)) == ""
+    assert of_first(ranking, offered(HALF)) is None
 
 
 @pytest.mark.parametrize("coding", [HALF, SMALL, WEIGHTS, BOTH, MIXED])

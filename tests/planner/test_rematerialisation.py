@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -23,6 +23,7 @@ from lightning_cyclic.planner.rematerialisation import (
 )
 from lightning_cyclic.simulate.costs import Costs
 from lightning_cyclic.simulate.memory import memory, steps_to_count
+from tests.planner.walk import Walk, need
 
 UNITS = st.builds(
     Unit,
@@ -33,45 +34,6 @@ UNITS = st.builds(
     must_keep=st.sampled_from([False, False, False, True]),
 )
 CHAINS = st.lists(UNITS, min_size=1, max_size=4)
-
-
-class Walk:
-    """Follow a schedule through F and B, and count: bytes one by one, and runs of units."""
-
-    def __init__(self, units: Sequence[Unit], schedule: Schedule) -> None:
-        self.units = units
-        self.held: dict[tuple[str, int], int] = {}
-        self.most = 0
-        self.seconds = 0.0
-        self.runs = 0
-        self.forward(schedule, 0)
-        self.waits = sum(self.held.values())
-        once = self.runs
-        self.backward(schedule, 0)
-        self.runs -= once
-        assert not self.held
-
-    def forward(self, schedule: Schedule, depth: int) -> None:
-        """Run units; on the outermost level what the last one gives leaves the chain."""
-        for node in schedule:
-            first, last = (node.k, node.k) if isinstance(node, Keep) else node[:2]
-            for unit in self.units[first : last + 1]:
-                self.seconds += unit.forward_s
-                self.runs += 1
-            if isinstance(node, Keep):
-                self.held[f"kept {depth}", node.k] = self.units[node.k].kept_bytes
-            elif last + 1 < len(self.units):
-                self.held[f"output {depth}", last] = self.units[last].output_bytes
-        self.most = max(self.most, sum(self.held.values()))
-
-    def backward(self, schedule: Schedule, depth: int) -> None:
-        for node in reversed(schedule):
-            if isinstance(node, Keep):
-                del self.held[f"kept {depth}", node.k]
-                continue
-            self.held.pop((f"output {depth}", node.last), None)
-            self.forward(node.inside, depth + 1)
-            self.backward(node.inside, depth + 1)
 
 
 @cache
@@ -96,10 +58,6 @@ def _schedules(units: tuple[Unit, ...], first: int, end: int, most: int) -> Iter
         for inside in schedules(units, first, last + 1, is_inside=True):
             for rest in schedules(units, last + 1, end):
                 yield (Again(first, last, inside), *rest)
-
-
-def need(walk: Walk, at_once: int) -> int:
-    return (at_once - 1) * walk.waits + walk.most
 
 
 @given(CHAINS, st.integers(1, 3))
@@ -135,6 +93,18 @@ def test_with_room_for_all_nothing_is_run_again():
     found = best_schedule(units, 18 * 3, at_once=3)
     assert found == ((Keep(0), Keep(1), Keep(2)), 18 * 3, 0.0)
     assert best_schedule(units, 18 * 3 - 1, at_once=3).again_s > 0
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_of_equal_schedules_the_one_is_taken_that_runs_the_first_units_again(at_once):
+    units = [Unit(1.0, 5, 2)] * 4
+    again = [
+        (*map(Keep, range(k)), Again(k, k, (Keep(k),)), *map(Keep, range(k + 1, 4)))
+        for k in range(3)
+    ]
+    assert len({need(Walk(units, schedule), at_once) for schedule in again}) == 1
+    limit = need(Walk(units, again[0]), at_once)
+    assert best_schedule(units, limit, at_once=at_once).schedule == again[0]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +150,7 @@ def test_what_stages_have_room_for_fills_the_limit_and_no_more(preset, num_stage
     )
     sizes, limit = [100 * (j + 1) for j in range(num_stages)], 10**6
     shown = replace(plan, num_steps=steps_to_count(num_stages, num_stages))
-    for w in range(num_workers):
-        found = rooms(plan, w, sizes, limit, 2.0)
+    for w, found in enumerate(rooms(plan, sizes, limit, 2.0)):
         each = [
             found[j].bytes / found[j].at_once if j in found else 0.0 for j in range(num_stages)
         ]

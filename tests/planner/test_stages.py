@@ -26,8 +26,8 @@ def test_a_stage_is_the_sum_of_its_units():
 def test_rematerialisation_adds_a_forward():
     stages = Stages.of(profile(1, 2), [0, 1])
     assert stages.costs().backward_s == (2, 4)
-    assert stages.costs(remat=True).backward_s == (3, 6)
-    assert stages.costs(remat=True).forward_s == (1, 2)
+    assert stages.running_again(stages.forward_s).costs().backward_s == (3, 6)
+    assert stages.running_again(stages.forward_s).costs().forward_s == (1, 2)
 
 
 def test_shared_parameters_count_once_in_a_stage_and_tie_stages():

@@ -39,7 +39,7 @@ def ranking(**changes):
                 "memory_bytes": 1e9,
                 "network": Network(bandwidth_bytes_per_s=1e9),
                 "presets": ("cyclic_pipeline", "1f1b"),
-                "remats": (False,),
+                "checkpointing": ("never",),
             }
             | changes
         )
@@ -63,7 +63,12 @@ def test_colours():
             'PipelineStrategy("1f1b", stages=1, num_microbatches=1)',
         ),
         (
-            {"presets": ("1f1b",), "remats": (True,), "num_workers": 4, "batch_size": 16},
+            {
+                "presets": ("1f1b",),
+                "checkpointing": ("always",),
+                "num_workers": 4,
+                "batch_size": 16,
+            },
             'PipelineStrategy("1f1b", stages=["h.2"], num_microbatches=2, replicas=2, '
             'activation_checkpointing="always")',
         ),

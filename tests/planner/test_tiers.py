@@ -1,6 +1,7 @@
 """How much optimizer state stays in memory under a limit: as much as any choice could."""
 
 import math
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -8,7 +9,7 @@ import pytest
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan, programs_of
-from lightning_cyclic.plan.actions import Kind
+from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.plan.check.proof import proof_of
 from lightning_cyclic.plan.tiers import Tiers
 from lightning_cyclic.planner.tiers import Chunks, in_tiers, most_that_stays, rooms_beside
@@ -187,3 +188,88 @@ def test_what_a_worker_has_besides_takes_room():
     assert in_tiers(plan, costs, Chunks((1, 1, 1), CHUNK), 55) != with_less
     with pytest.raises(PlanError, match="needs 55 at once"):
         in_tiers(plan, costs, Chunks((1, 1, 1), CHUNK), 54, besides=21)
+
+
+# ---------------------------------------------------------------------- weights
+
+
+def moved_per_step(plan):
+    """Return the bytes that a steady step copies, both ways."""
+    (program,) = programs_of(plan)
+    each = {Payload.O: plan.tiers.moved, Payload.P: plan.tiers.weights}
+    moves = (a for a in program if a.kind in (Kind.FETCH, Kind.EVICT))
+    return sum(each[a.payload][a.j] for a in moves if a.t == plan.num_steps // 2)
+
+
+def every_choice(plan, state, weights, early):
+    """Yield a plan for each choice of chunks that stay."""
+    for kept in product(*(range(n + 1) for n in (*state, *weights))):
+        of_state, of_weights = kept[: len(state)], kept[len(state) :]
+        tiers = Tiers(
+            moved=Chunks(state, CHUNK).rest(of_state), kept=Chunks(state, CHUNK).of(of_state),
+            weights=Chunks(weights, CHUNK).rest(of_weights), ahead=0, early=early,
+        )  # fmt: skip
+        yield replace(plan, tiers=tiers)
+
+
+@pytest.mark.parametrize(
+    ("state", "weights", "activations", "early"),
+    [
+        ((2, 2, 2), (1, 1, 1), (0, 0, 0), True),
+        ((2, 1), (1, 2), (15, 3), True),
+        ((1, 2, 1), (2, 1, 1), (3, 3, 3), False),
+        ((2, 2), (2, 1), (8, 8), False),
+    ],
+)
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6, 0.8])
+def test_no_more_bytes_move_than_by_the_best_of_all_choices(
+    state, weights, activations, early, share
+):
+    plan = a_plan("lockstep_dp", 1, len(state))
+    costs = costs_of(Chunks(weights, CHUNK).of(weights), activations)
+    rows = [(peak(x, costs), moved_per_step(x)) for x in every_choice(plan, state, weights, early)]
+    low, high = min(rows)[0], max(rows)[0]
+    limit = low + share * (high - low)
+    found = in_tiers(
+        plan, costs, Chunks(state, CHUNK), limit, weights=Chunks(weights, CHUNK), early=early
+    )
+    assert peak(found, costs) <= limit
+    assert "replayed" in str(proof_of(found))
+    if found.tiers.ahead == 0:  # else copies that overlap come first
+        assert moved_per_step(found) == min(moved for most, moved in rows if most <= limit)
+
+
+def test_weights_stay_as_long_as_state_can_go():
+    plan, costs = a_plan("lockstep_dp", 1, 3), costs_of((10, 10, 10), (1, 1, 1))
+    state = weights = Chunks((1, 1, 1), CHUNK)
+    least = [
+        int(re.search(r"(\d+) or more", str(refused(plan, costs, state, given)))[1])
+        for given in (None, weights)
+    ]
+    assert least[1] < least[0]
+    with_all = in_tiers(plan, costs, state, least[0], weights=weights, early=True)
+    assert not any(with_all.tiers.weights)
+    with_some = in_tiers(plan, costs, state, least[0] - 1, weights=weights, early=True)
+    assert any(with_some.tiers.weights)
+    assert (
+        peak(in_tiers(plan, costs, state, least[1], weights=weights, early=True), costs)
+        <= (least[1])
+    )
+
+
+def refused(plan, costs, state, weights):
+    with pytest.raises(PlanError, match="or more") as raised:
+        in_tiers(plan, costs, state, 1, weights=weights, early=True)
+    return raised.value
+
+
+def test_of_a_chunk_that_is_not_full_what_lies_in_it_counts_while_it_stays():
+    plan, costs = a_plan("lockstep_dp", 1, 4), costs_of((6,) * 4, (1,) * 4)
+    state, weights = Chunks((0,) * 4, CHUNK), Chunks((1,) * 4, CHUNK, [[6]] * 4)
+    least = 4 + CHUNK + 6  # activations, one chunk, and one gradient
+    found = in_tiers(plan, costs, state, least, weights=weights, early=True)
+    assert (found.tiers.weights, found.tiers.away) == ((CHUNK,) * 4, (6,) * 4)
+    more = in_tiers(plan, costs, state, least + 6 - 1, weights=weights, early=True)
+    assert more.tiers.weights.count(0) == 0
+    most = in_tiers(plan, costs, state, least + 6, weights=weights, early=True)
+    assert most.tiers.weights.count(0) == 1, most.tiers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import (
 
 from lightning_cyclic.runtime.memory_blocks import Timeline
 from lightning_cyclic.runtime.memory_watch import MemoryWatch
+from lightning_cyclic.runtime.state_homes import FileHome, HostHome
+from lightning_cyclic.runtime.state_layout import lay_state
 from tests.modules.huggingface import texts
 from tests.modules.plain import Block, images
 
@@ -196,6 +199,20 @@ def test_activations_are_what_autograd_keeps(make: Any) -> None:
     timeline = watched(run, module, batch)
     mine = Counter(x.num_bytes for x in timeline.blocks if x.kind == "activations")
     assert mine == Counter([*sizes.values(), 4])  # the gradient 1 with which it begins
+
+
+def test_state_in_a_file_is_no_memory(tmp_path: Path) -> None:
+    module = nn.Linear(10, 20, bias=False)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    (chunk,) = lay_state(optimizer, [list(module.parameters())]).stages[0]
+    homes = FileHome(tmp_path, 4096), HostHome(4096, is_pinned=False)
+    most = []
+    for home in homes:
+        optimizer.state[module.weight] = {"momentum_buffer": home.views(0, chunk)[0]}
+        timeline = watched(lambda: torch.ones(3), module, None, [optimizer])
+        most.append(timeline.most(timeline.spans[-1])["optimizer"])
+    assert most[0] == 0
+    assert most[1] >= 4 * 10 * 20
 
 
 # ---------------------------------------------------------------------- other modes

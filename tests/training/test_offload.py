@@ -219,8 +219,8 @@ def fit_watched(job: Job, strategy: dict[str, Any]) -> Outcome:
 @pytest.mark.parametrize(
     ("name", "preset", "num_ranks", "stages", "ratio"),
     [
-        ("resnet", "gpipe", 1, 2, 0.174), ("gpt2", "1f1b", 4, 4, 0.75),
-        more("gpt2", "gpipe", 1, 2, 0.1895),
+        ("resnet", "gpipe", 1, 2, 0.1678), ("gpt2", "1f1b", 4, 4, 0.75),
+        more("gpt2", "gpipe", 1, 2, 0.1924),
     ],
 )  # fmt: skip
 def test_less_is_alive_at_the_peak_as_planned(
@@ -236,4 +236,5 @@ def test_less_is_alive_at_the_peak_as_planned(
     first = num_ranks - 1  # which has the first stage, of which most micro-batches are under way
     saved = {key: whole[first][key] - less[first][key] for key in ("peak", "planned")}
     assert less[first]["planned"] == pytest.approx(ratio * whole[first]["planned"], rel=1e-3)
-    assert saved["peak"] > 0.4 * saved["planned"]
+    # some of what a ResNet saves is used by its code still, so that it stays
+    assert 0.8 * saved["planned"] < saved["peak"] < 1.01 * saved["planned"]

@@ -152,7 +152,7 @@ class OwnStages:
             sum(p.numel() * p.element_size() for p in map(self.module.get_parameter, names))
             for names in self.cuts.parameters
         ]
-        return rooms(self.plan, self.worker, sizes, int(limit), state)
+        return rooms(self.plan, sizes, int(limit), state)[self.worker]
 
     # ------------------------------------------------------------------ what is trained
 

@@ -5,8 +5,9 @@
         schedule says, and fills its places; a segment inside leaves its own for later
 
 The graph is that of a step that keeps all, so that gradients are added in the same order; what is
-run again only makes the values anew, from graphs of its own that nobody goes back through. What a
-unit does not do, the code between units, is done once, and kept.
+run again only makes the values anew, from graphs of its own that nobody goes back through. It ends
+with the last value that was saved, as torch's own checkpoint does. What a unit does not do, the
+code between units, is done once, and kept.
 
 A run again finds what the first one found: generators, buffers and autocast as they were when the
 unit was called, whatever has drawn since, and the weights of the version that the forward read,
@@ -16,7 +17,7 @@ which lie in place during a backward. It leaves nothing behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, final
 from weakref import ref
 
@@ -128,6 +129,10 @@ class _Call(NamedTuple):
     num_saved: list[int]
 
 
+class _Enough(BaseException):
+    """End a run again that has made all; no error, and not caught by ``except Exception``."""
+
+
 @final
 class _Segment:
     """Make what autograd saved of some units anew, when it is asked for.
@@ -199,13 +204,17 @@ class _Segment:
             self._run(node.first + n, env, saved_tensors_hooks(_nothing, _unused))
 
     def _keeping(self, k: int) -> AbstractContextManager[Any]:
-        num_saved = 0
+        n, num_saved = k - self._first, 0
+        # what the last unit gives, nobody is given: it has run for what it keeps
+        enough = self.calls[n].num_saved[0] if n + 1 == len(self.calls) else None
 
         def keep(x: Tensor) -> Tensor:
             nonlocal num_saved
             kept = x if isinstance(x, nn.Parameter) else x.detach()
             self._saved[k, num_saved] = kept
             num_saved += 1
+            if num_saved == enough:
+                raise _Enough
             return kept
 
         return saved_tensors_hooks(keep, lambda x: x)
@@ -227,7 +236,8 @@ class _Segment:
         made = {id(x): x for x in call.leaves if isinstance(x, _Made | _Given)}
         found = {key: _value(x, env, call.path) for key, x in made.items()}
         args, kwargs = unflatten(call.structure, [found.get(id(x), x) for x in call.leaves])
-        with call.resumed(), call.around.again(), hooks:
+        result = None
+        with suppress(_Enough), call.resumed(), call.around.again(), hooks:
             result = call.original(*args, **kwargs)
         later = {x for c in self.calls[n + 1 :] for x in c.leaves if isinstance(x, _Made)}
         for x in [x for x in env if x not in later]:

@@ -99,9 +99,10 @@ class Demands:
             sent_bytes: that it sends to the next.
         """
         copies = self._copies[j]
+        is_joined = j > 0 and self._homes[j - 1] == self._homes[j]
         kept = (
             copies.of_parameters * load.parameter_bytes
-            + copies.activations * load.activation_bytes
+            + copies.activations * (load.activation_bytes + is_joined * load.adopted_bytes)
             + copies.inputs * load.crossing_bytes
             + copies.returns * sent_bytes
         )

@@ -8,7 +8,8 @@ Everything has its *tick*: the number of calls, ends of calls and torch function
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
@@ -142,6 +143,22 @@ class Closed(NamedTuple):
     line: Line
 
 
+class Kept(NamedTuple):
+    """Say that a backward needs what one storage holds.
+
+    Args:
+        made: when it was.
+        saves: when it was saved, in order.
+        again_until: up to which tick workers of later stages make it, too, of the batch alone; 0:
+            they do not.
+    """
+
+    num_bytes: int
+    made: int
+    saves: tuple[int, ...]
+    again_until: int
+
+
 class Held(NamedTuple):
     num_bytes: int
     uses: tuple[Use, ...]
@@ -164,6 +181,7 @@ class Survey:
         aliases: further names of modules -> the first, which is among ``modules``.
         clock: whose times they are (clocks.py).
         stateful: paths of the modules that are units for their buffers alone.
+        kept: what is kept for the backward. [None: nobody knows]
     """
 
     title: str
@@ -185,6 +203,7 @@ class Survey:
     aliases: Mapping[str, str] = field(default_factory=dict)
     clock: ClockName = "counted"
     stateful: frozenset[str] = frozenset()
+    kept: tuple[Kept, ...] | None = None
 
     def is_derived(self, value: int, tick: int) -> bool:
         """Say whether a value depends on parameters at a tick."""
@@ -240,6 +259,37 @@ def quietest(runs: Sequence[Survey]) -> Survey:
         at[event] = now
     calls = tuple(replace(c, begin_ns=at[c.begin], end_ns=at[c.end]) for c in runs[0].calls)
     return replace(runs[0], calls=calls, duration_ns=at[_END])
+
+
+def with_kept(run: Survey, other: Survey) -> Survey:
+    """Return a run with what another one, with gradients, has kept between the same calls.
+
+    There may be other functions of torch between them, such as those of activation checkpointing.
+    """
+    events, others = (sorted(_events(each)) for each in (run, other))
+    if other.kept is None or [e.what for e in events] != [e.what for e in others]:
+        return run
+    ticks, known = [0, *(e.tick for e in events)], [e.tick for e in others]
+
+    def here(tick: int) -> int:
+        return ticks[bisect_right(known, tick)]
+
+    kept = (
+        Kept(x.num_bytes, here(x.made), tuple(map(here, x.saves)), here(x.again_until))
+        for x in other.kept
+    )
+    return replace(run, kept=tuple(kept))
+
+
+class _Event(NamedTuple):
+    tick: int
+    what: tuple[str, bool]  # path of a call, and whether it is its end
+
+
+def _events(run: Survey) -> Iterator[_Event]:
+    for call in run.calls:
+        yield _Event(call.begin, (call.path, False))
+        yield _Event(call.end, (call.path, True))
 
 
 _START, _END = -2, -1  # stand for ticks before and behind all others

@@ -138,7 +138,7 @@ class Ledger:
         numbers = [self.number(x) for x in inputs]
         for k in numbers:
             self._entries[k].uses.append(use)
-        derived = any(map(self._is_derived, numbers))
+        derived = any(map(self.is_derived, numbers))
         units = frozenset[int]().union(*(self._entries[k].units for k in numbers))
         if name in READS_VALUE:
             self._reads += [Read(k, use, name) for k in numbers]
@@ -151,6 +151,11 @@ class Ledger:
         for x in outputs:
             if self.known(x) is None:
                 self._enter(x, derived=derived, made=use, home=unit, units=units, among=inputs)
+
+    def is_derived(self, k: int) -> bool:
+        """Say whether a tensor depends on parameters, when all is done that is noted so far."""
+        entry = self._entries[k]
+        return entry.derived or self._storages[entry.storage].derived_from is not None
 
     def values(self) -> tuple[Value, ...]:
         return tuple(
@@ -168,7 +173,7 @@ class Ledger:
     def reads(self) -> tuple[Read, ...]:
         """Return what Python read of values that depend on parameters or were made in units."""
         values = self.values()
-        return tuple(r for r in self._reads if self._is_derived(r.value) or values[r.value].units)
+        return tuple(r for r in self._reads if self.is_derived(r.value) or values[r.value].units)
 
     def storages(self) -> tuple[Storage, ...]:
         return tuple(self._storages)
@@ -177,10 +182,6 @@ class Ledger:
         moves = self._state.get(storage)
         return frozenset() if moves is None else frozenset(moves.units)
 
-    def _is_derived(self, k: int) -> bool:
-        entry = self._entries[k]
-        return entry.derived or self._storages[entry.storage].derived_from is not None
-
     def _change(self, k: int, use: Use, unit: int | None, by_derived: bool) -> None:
         storage = self._entries[k].storage
         if storage not in self._state:
@@ -188,7 +189,7 @@ class Ledger:
         if storage in self._of_parameters:
             _, parameter = self._of_parameters[storage]
             self.writes.append((parameter, use, k == parameter))
-        if self._is_derived(k):
+        if self.is_derived(k):
             return
         if storage not in self._state and (by_derived or unit != self._entries[k].home):
             self.changes.append(Change(storage, use, by_derived))

@@ -14,10 +14,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import accumulate
 from typing import Literal, NoReturn, TypeAlias, final
 
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.runtime.stages.activations import Activations
 from lightning_cyclic.runtime.stages.evidence import Call, Survey
 from lightning_cyclic.runtime.stages.obstacles import Obstacle, Obstacles, Split
 from lightning_cyclic.runtime.torch_functions import NO_LINE
@@ -64,13 +64,18 @@ class Load:
 
     Args:
         compute_ns: of its forward, for the surveyed micro-batch.
+        activation_bytes: of what it makes and keeps for its backward; of all that it makes, where
+            nobody knows.
         crossing_bytes: of those that it receives from earlier stages.
+        adopted_bytes: of what these have made, and it is the first to keep: an activation, too, on
+            the worker that has made it.
     """
 
     compute_ns: int
     parameter_bytes: int
     activation_bytes: int
     crossing_bytes: int = 0
+    adopted_bytes: int = 0
 
 
 _BARE = Obstacle(
@@ -98,7 +103,7 @@ class CutPoints:
             (h.num_bytes, [u.tick for u in survey.uses_beside(name)])
             for name, h in survey.parameters.items()
         ]
-        self._made_ticks, self._made_bytes = self._made()
+        self._activations = Activations(survey)
         self._alive = sorted(
             (v.made.tick, v.uses[-1].tick, k)
             for k, v in enumerate(survey.values)
@@ -152,19 +157,20 @@ class CutPoints:
         return Load(
             compute_ns=self.time_at(end) - self.time_at(begin),
             parameter_bytes=self.parameter_bytes(begin, end),
-            activation_bytes=self._activation_bytes(begin, end),
+            activation_bytes=self._activations.between(begin, end),
             crossing_bytes=crossing_bytes,
+            adopted_bytes=self._activations.adopted(begin, end),
         )
 
     def weight_before(self, tick: int) -> int:
         """Return how much lies before a tick of what stages are to have equal parts of."""
         if self._balance == "activations":
-            return self._activation_bytes(0, tick)
+            return self._activations.before(tick)
         return self.time_at(tick)
 
     def kept_bytes(self, begin: int, end: int) -> int:
         """Return the bytes of parameters and activations of a stage."""
-        return self.parameter_bytes(begin, end) + self._activation_bytes(begin, end)
+        return self.parameter_bytes(begin, end) + self._activations.between(begin, end)
 
     def time_at(self, tick: int) -> int:
         """Return when a call began, in ns; the step's duration where none did any more."""
@@ -181,19 +187,6 @@ class CutPoints:
             for size, ticks in self._uses
             if bisect_left(ticks, end) > bisect_left(ticks, begin) or (begin <= 0 and not ticks)
         )
-
-    def _activation_bytes(self, begin: int, end: int) -> int:
-        a, b = bisect_left(self._made_ticks, begin), bisect_left(self._made_ticks, end)
-        return self._made_bytes[b] - self._made_bytes[a]
-
-    def _made(self) -> tuple[list[int], list[int]]:
-        """Return when each storage was made, and the bytes made before each of these."""
-        first: dict[int, int] = {}
-        for v in self.survey.values:
-            first.setdefault(v.storage, -1 if v.made is None else v.made.tick)
-        made = sorted((tick, storage) for storage, tick in first.items() if tick >= 0)
-        sizes = (self.survey.storages[storage].num_bytes for _, storage in made)
-        return [tick for tick, _ in made], [0, *accumulate(sizes)]
 
     # ------------------------------------------------------------------ places
 

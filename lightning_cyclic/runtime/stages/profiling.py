@@ -39,7 +39,7 @@ def measured(module: nn.Module, step: Callable[[], Any], batch: Any) -> ModelPro
         batch: of which the samples and bytes count.
     """
     return profile_of(
-        survey(module, step, clock="measured"),
+        survey(module, step, clock="measured", for_backward=True),
         micro_size=size_of(batch),
         batch_bytes=sum(t.numel() * t.element_size() for t in tensors(batch)),
         backward_per_forward=_backward_per_forward(module, step),
@@ -80,7 +80,7 @@ def profile_of(
                 forward_s=forward_s,
                 backward_s=forward_s * backward_per_forward,
                 param_bytes=load.parameter_bytes,
-                activation_bytes=load.activation_bytes,
+                activation_bytes=load.activation_bytes + load.adopted_bytes,
                 crossing_bytes=crossing_bytes,
             )
         )

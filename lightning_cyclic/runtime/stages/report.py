@@ -94,7 +94,7 @@ def _calls(points: CutPoints, cuts: Cuts, reasons: Mapping[Obstacle, int], rows:
     survey = points.survey
     grid = Table(box=SIMPLE_HEAD)
     grid.add_column("module", overflow="fold")
-    for name in ("time", "params", "makes", "crossing"):
+    for name in ("time", "params", "keeps", "crossing"):
         grid.add_column(name, justify="right", no_wrap=True)
     grid.add_column("a stage", no_wrap=True)
     listed, hidden = _listed(survey, cuts, rows)
@@ -120,7 +120,7 @@ def _row(points: CutPoints, call: Call, place: Place | None) -> Iterator[str]:
     yield _folded(call.path if call.n == 0 else f"{call.path} (call {call.n + 1})")
     yield show_seconds((call.end_ns - call.begin_ns) / 1e9)
     yield show_bytes(load.parameter_bytes)
-    yield show_bytes(load.activation_bytes)
+    yield show_bytes(load.activation_bytes + load.adopted_bytes)  # what it is the first to keep
     yield show_bytes(place.crossing_bytes) if place is not None else ""
 
 
@@ -177,7 +177,7 @@ def _stages(points: CutPoints, cuts: Cuts) -> Table:
     grid = Table(box=SIMPLE_HEAD)
     grid.add_column("stage", justify="right")
     grid.add_column("begins at", overflow="fold")
-    for name in ("time", "share", "params", "makes", "receives"):
+    for name in ("time", "share", "params", "keeps", "receives"):
         grid.add_column(name, justify="right", no_wrap=True)
     whole = max(points.survey.duration_ns, 1)
     begins = ["the step's beginning", *cuts.starts]

@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Self, final
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from lightning_cyclic.errors import PlanError, StepError
@@ -25,6 +24,7 @@ from lightning_cyclic.planner.partition import balance
 from lightning_cyclic.runtime.absent import make_present
 from lightning_cyclic.runtime.bits import same
 from lightning_cyclic.runtime.compiled import before_calls, is_compiled, named_modules
+from lightning_cyclic.runtime.stages.saved import SavedStorages
 from lightning_cyclic.runtime.torch_functions import FunctionWatch, known, moves_nothing
 
 
@@ -115,12 +115,14 @@ class Recorder:
     ) -> None:
         self._module = module
         self._counts = counts
-        self._saved: dict[int, tuple[UntypedStorage, int]] = {}  # what is saved, and in which unit
+        there = (*module.parameters(), *module.buffers())
+        self._saved = SavedStorages(there, lambda: len(self._units) - 1)
         self._trained = parameters
         self._names = {
             id(p): name for name, p in (*module.named_parameters(), *parameters.items())
         }
         self._seen: set[str] = set()
+        self._is_first = True  # a survey may run a step again, whose units are known
         self._last: dict[str, int] = {}  # name -> unit of the last use but the first
         self._called: set[str] = set()
         self._units: list[tuple[list[str], list[str]]] = [([], [])]
@@ -140,7 +142,9 @@ class Recorder:
         try:
             saving = saved_tensors_hooks(self._note_saved, _given_back)
             self._counts &= torch.is_grad_enabled()  # else nothing is kept for a backward
-            with saving if self._counts else nullcontext(), FunctionWatch(self._function):
+            self._is_first = not self._seen
+            counting = saving if self._counts and self._is_first else nullcontext()
+            with counting, FunctionWatch(self._function):
                 yield
         except RuntimeError as error:
             if self._counts and "saved tensor hooks" in str(error):
@@ -168,22 +172,16 @@ class Recorder:
         )  # fmt: skip
 
     def _saved_by_unit(self) -> tuple[int, ...]:
-        given = (*self._module.parameters(), *self._module.buffers())
-        known = {x.untyped_storage()._cdata for x in given if not is_lazy(x)}
         num_bytes = [0] * len(self._units)
-        for key, (storage, unit) in self._saved.items():
-            if key not in known:
-                num_bytes[unit] += storage.nbytes()
-        self._saved.clear()  # which would live as long as the fit
+        for storage in self._saved.found():
+            num_bytes[storage.saves[0]] += storage.num_bytes
         return tuple(num_bytes)
 
     def _note_saved(self, x: Tensor) -> Tensor | _OfWeight:
         weight = x._base if x._is_view() else x
         if isinstance(weight, nn.Parameter):  # which may be there only while it is used
             return _OfWeight(weight, x.size(), x.stride(), int(x.storage_offset()))
-        if x.layout is torch.strided:  # others have no storage
-            storage = x.untyped_storage()
-            self._saved.setdefault(storage._cdata, (storage, len(self._units) - 1))
+        self._saved.save(x)
         return x.detach()  # an output of its own node would never be let go of
 
     def _unit(self, starts: list[str], used: list[str]) -> Unit:
@@ -226,7 +224,8 @@ class Recorder:
         if name is None:
             return
         if name in self._seen:
-            self._last[name] = self._upcoming()
+            if self._is_first:
+                self._last[name] = self._upcoming()
             return
         self._seen.add(name)
         if self._starts_unit():

@@ -5,6 +5,8 @@
     -> calls and their times, uses of parameters, every tensor with its maker and users,
        values read into Python, changes in place                        (evidence.py)
 
+What a backward will need of it only a run with gradients can tell, of which nothing is kept.
+
 What follows from it is decided elsewhere: :mod:`obstacles` and :mod:`cuts`.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NamedTuple, final
@@ -26,19 +28,21 @@ from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.bits import version
 from lightning_cyclic.runtime.compiled import is_compiled, uncompiled
 from lightning_cyclic.runtime.plain_copies import ours
-from lightning_cyclic.runtime.snapshot import Snapshot, untouched
+from lightning_cyclic.runtime.snapshot import Snapshot, untouched, walk
 from lightning_cyclic.runtime.stages.clocks import AbstractClock, CountedClock, MeasuredClock
 from lightning_cyclic.runtime.stages.evidence import (
     Call,
     ClockName,
     Closed,
     Held,
+    Kept,
     Moved,
     Survey,
     Use,
     Written,
     is_metric,
     quietest,
+    with_kept,
 )
 from lightning_cyclic.runtime.stages.ledger import (
     Ledger,
@@ -46,6 +50,7 @@ from lightning_cyclic.runtime.stages.ledger import (
     arguments,
     is_the_users,
 )
+from lightning_cyclic.runtime.stages.saved import SavedStorages
 from lightning_cyclic.runtime.torch_functions import (
     NO_LINE,
     READS_VALUE,
@@ -62,7 +67,13 @@ _SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _RUNS = 4  # of a step that is measured; the first one warms up
 
 
-def survey(module: nn.Module, step: Callable[[], Any], *, clock: ClockName = "counted") -> Survey:
+def survey(
+    module: nn.Module,
+    step: Callable[[], Any],
+    *,
+    clock: ClockName = "counted",
+    for_backward: bool = False,
+) -> Survey:
     """Run a step once, whole, and say what it did; leave everything as it was.
 
     Where the step changes buffers of modules without parameters, it is run once more: with these
@@ -77,15 +88,17 @@ def survey(module: nn.Module, step: Callable[[], Any], *, clock: ClockName = "co
         clock: what times are: "counted", the same in every run, or "measured", for which the step
             is run several times: each stretch between two calls counts with its shortest, so
             that neither warm-up nor other processes disturb them.
+        for_backward: run the step with gradients, too, for what autograd saves. Where that fails,
+            or makes other calls, nobody knows.
 
     Returns:
         The evidence, plain data.
     """
     on_cuda = any(p.is_cuda for p in module.parameters())
 
-    def run(state: _State, clock: AbstractClock) -> Survey:
+    def run(state: _State, clock: AbstractClock, *, saves: bool = False) -> Survey:
         with untouched(module) as keeper:
-            surveyor = _Surveyor(module, keeper, clock, state)
+            surveyor = _Surveyor(module, keeper, clock, state, saves=saves)
             surveyor.run(step)
             return surveyor.result()
 
@@ -94,10 +107,23 @@ def survey(module: nn.Module, step: Callable[[], Any], *, clock: ClockName = "co
     while (more := state.with_changes_of(seen)) != state:
         state = more
         seen = run(state, CountedClock())
+    if for_backward and _leaves_no_graph(seen, module):
+        with suppress(Exception):  # such as of a step that needs its graph at once
+            seen = with_kept(seen, run(state, CountedClock(), saves=True))
     if clock == "counted":
         return seen
     clocks = (MeasuredClock(on_cuda=on_cuda) for _ in range(_RUNS))
-    return replace(quietest([run(state, each) for each in clocks]), clock=clock)
+    quiet = quietest([run(state, each) for each in clocks])
+    return replace(quiet, clock=clock, kept=seen.kept)
+
+
+def _leaves_no_graph(seen: Survey, module: nn.Module) -> bool:
+    """Say whether what a step with gradients leaves of its graph can be taken away behind it.
+
+    Not so where it writes into the batch, or into a buffer that is a view.
+    """
+    changed = (dict(module.named_buffers())[name] for name in seen.changed)
+    return not any(c.by_derived for c in seen.changes) and not any(b._is_view() for b in changed)
 
 
 class _State(NamedTuple):
@@ -156,7 +182,13 @@ _TAKES_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backwar
 @final
 class _Surveyor:
     def __init__(
-        self, module: nn.Module, keeper: Snapshot, clock: AbstractClock, state: _State
+        self,
+        module: nn.Module,
+        keeper: Snapshot,
+        clock: AbstractClock,
+        state: _State,
+        *,
+        saves: bool,
     ) -> None:
         self._module = module
         self._keeper = keeper
@@ -176,12 +208,14 @@ class _Surveyor:
         }
         self._checkpoints: list[_Checkpoint] = []  # under way
         self._reruns: list[Closed] = []
+        self._saved = SavedStorages(_tensors_of(module), lambda: self._tick) if saves else None
 
     # ------------------------------------------------------------------ running
 
     def run(self, step: Callable[[], Any]) -> None:
         watch = FunctionWatch(self._function)
-        with _no_collection(), torch.no_grad(), uncompiled(self._module), _quiet(), \
+        saving = torch.no_grad() if self._saved is None else self._saved.without_keeping()
+        with _no_collection(), saving, uncompiled(self._module), _quiet(), \
                 self._followed(), watch, self._clock.running():  # fmt: skip
             result = step()
             self._end_ns = self._clock.now_ns()
@@ -283,9 +317,14 @@ class _Surveyor:
 
     def _returned(self, x: Tensor, number: int) -> int:
         known = self._ledger.known(x)
-        if known is not None:
-            return known
-        return self._ledger.unseen(x, Use(self._tick, number, user_line()), number)
+        if known is None:
+            known = self._ledger.unseen(x, Use(self._tick, number, user_line()), number)
+        self._note_made(x, known)
+        return known
+
+    def _note_made(self, x: Tensor, number: int) -> None:
+        if self._saved is not None:
+            self._saved.make(x, number)
 
     def _unit(self, call: int | None) -> int | None:
         return None if call is None else self._calls[call].unit
@@ -305,6 +344,8 @@ class _Surveyor:
         for x in replaced or about_to_change(name, args, kwargs):
             if (given := self._ledger.given(x)) is not None:
                 self._keeper.keep(given)
+        if self._saved is not None:
+            self._saved.give(inputs)
         versions = [version(x) for x in inputs]
         self._clock.resume()
         result = func(*args, **kwargs)
@@ -315,6 +356,8 @@ class _Surveyor:
         if outputs or changed or name in READS_VALUE:
             use = self._use()
             self._ledger.note(name, use, self._unit(use.call), (inputs, changed, outputs))
+        for x in outputs:
+            self._note_made(x, self._ledger.number(x))
         self._clock.move(name, inputs, changed, outputs)
         self._clock.resume()
         return result
@@ -378,7 +421,20 @@ class _Surveyor:
             end=self._tick,
             duration_ns=self._end_ns,
             stateful=self._state.units,
+            kept=None if self._saved is None else tuple(self._kept(self._saved)),
         )  # fmt: skip
+
+    def _kept(self, saved: SavedStorages) -> Iterator[Kept]:
+        values = self._ledger.values()
+        for x in saved.found():
+            again_until = 0
+            if x.made is None:  # each stage has a copy of the batch
+                again_until = self._tick
+            elif x.maker is not None and not self._ledger.is_derived(x.maker):
+                # code around a stage's begin runs again for it
+                units = values[x.maker].units
+                again_until = min((self._calls[k].end for k in units), default=self._tick)
+            yield Kept(x.num_bytes, x.made or 0, tuple(x.saves), again_until)
 
     def _written(self) -> Iterator[Written]:
         names = {k: name for name, k in self._parameters.items()}
@@ -436,6 +492,12 @@ class _Surveyor:
 
     def _calls_of(self, path: str) -> list[tuple[int, _Open]]:
         return [(k, c) for k, c in enumerate(self._calls) if path and c.path == path]
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Yield all tensors that a module has, its plain attributes included."""
+    yield from module.parameters()
+    yield from (x for _, x in walk(module) if isinstance(x, Tensor))
 
 
 def _closed(x: _Checkpoint) -> Closed:

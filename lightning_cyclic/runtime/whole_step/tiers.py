@@ -99,10 +99,11 @@ class PlannedTiers:
                 f"{'and all weights ' if moves_weights else ''}comes for its use, and goes behind "
                 "it"
             )
-            all_moves = Tiers(
-                moved=state.of(state.counts), kept=(0,) * plan.num_stages,
-                weights=weights.of(weights.counts) if moves_weights else (), early=config.early,
-            )  # fmt: skip
+            none = (0,) * plan.num_stages
+            all_moves = Tiers(moved=state.of(state.counts), kept=none, early=config.early)
+            if moves_weights:
+                every, used = weights.rest(none), weights.used_of_rest(none)
+                all_moves = replace(all_moves, weights=every, away=used)
             return replace(plan, tiers=all_moves)
         nothing = (0.0,) * len(sizes)
         costs = Costs(
@@ -166,9 +167,8 @@ class PlannedTiers:
 
 
 def _chunks_of_weights(layout: StateLayout) -> Chunks:
-    counts = layout.counts
-    used = sum(num_bytes_of(part.p) for each in layout.stages for chunk in each for part in chunk)
-    return Chunks(counts, layout.chunk_bytes, sum(counts) * layout.chunk_bytes - used)
+    used = [[sum(num_bytes_of(x.p) for x in chunk) for chunk in each] for each in layout.stages]
+    return Chunks(layout.counts, layout.chunk_bytes, used)
 
 
 def _kept_of(layout: StateLayout, moved: Sequence[int]) -> list[int]:

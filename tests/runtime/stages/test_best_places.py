@@ -1,5 +1,6 @@
 """The choice of places is the best of all, by trying them all."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import ceil
 
@@ -197,6 +198,19 @@ def test_the_first_stage_of_a_pipeline_keeps_most():
     # and, behind all stages but the last, one gradient of what they have sent
     more = [demands.kept_bytes(j, load, 7) - demands.kept_bytes(j, load, 0) for j in range(3)]
     assert more == [7, 7, 0]
+
+
+def test_what_a_stage_keeps_of_the_one_before_counts_where_it_was_not_sent():
+    load = Load(compute_ns=1, parameter_bytes=10, activation_bytes=100)
+    more = replace(load, adopted_bytes=30)
+    found = {}
+    for preset in ("interleaved_1f1b", "zb_v"):  # a vee comes back on the worker that it turns on
+        plan = make_plan(preset, num_stages=4, num_workers=2, num_microbatches=8)
+        demands = Demands.of(plan, again=False, network=Network(), state_per_param=0.0)
+        each = [demands.kept_bytes(j, more, 0) > demands.kept_bytes(j, load, 0) for j in range(4)]
+        found[preset] = each
+    assert found["interleaved_1f1b"] == [False] * 4
+    assert found["zb_v"] == [False, False, True, False]
 
 
 def test_workers_that_take_turns_have_no_demands_by_stage():

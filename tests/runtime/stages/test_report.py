@@ -15,7 +15,7 @@ PICTURE = """\
 Script: calls of modules with parameters, forward of one micro-batch
 times are counted, at 1 TFLOP/s and 100 GB/s: the same in every run
 
-  module       time   params   makes   crossing   a stage
+  module       time   params   keeps   crossing   a stage
  ────────────────────────────────────────────────────────────────────
   0            2 ms         4 kB          1 kB
   1            4 ms         8 kB          2 kB        0 B   1 begins
@@ -29,7 +29,7 @@ times are counted, at 1 TFLOP/s and 100 GB/s: the same in every run
 
 Stages
 
-  stage   begins at                time   share   params   makes   receives
+  stage   begins at                time   share   params   keeps   receives
  ─────────────────────────────────────────────────────────────────────────────────────
       0   the step's beginning     2 ms     20%         4 kB          1 kB        0 B
       1   1                        8 ms     80%        12 kB          4 kB        0 B

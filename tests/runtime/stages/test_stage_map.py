@@ -91,6 +91,28 @@ def test_what_forwards_leave_is_counted_by_stages_once_each() -> None:
     assert [s.activation_bytes for s in make_stages(profile, sizes, 2).stages] == [480, 320]
 
 
+def test_a_step_that_is_run_again_counts_once() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 2))
+    recorder, saved = Recorder(net, dict(net.named_parameters()), counts=True), []
+    for _ in range(2):
+        with recorder.recording():
+            net(torch.ones(10, 4))
+        saved.append(recorder.profile().saved)
+    assert saved == [(480, 320, 0)] * 2
+
+
+def test_a_stage_is_used_later_where_a_later_one_calls_its_module() -> None:
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    named = dict(net.named_parameters())
+    sizes = {n: p.numel() for n, p in named.items()}
+    for again, used in ((0, [True, False, False, False]), (3, [False] * 4)):
+        recorder = Recorder(net, named)
+        with recorder.recording():
+            net[again](net(torch.ones(10, 4)))
+        stages = make_stages(recorder.profile(), sizes, 4).stages
+        assert [stage.is_used_later for stage in stages] == used
+
+
 def test_nobody_counts_where_there_is_no_graph_or_nobody_asks() -> None:
     profile, sizes = profiled()
     assert make_stages(profile, sizes, 2).stages[0].activation_bytes is None
