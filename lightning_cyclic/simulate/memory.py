@@ -330,7 +330,8 @@ class _Sizes:
             for n in (1, 3):
                 columns[n] = [self._buffers(found, kinds[n])] * places
         stays = self._stays(w, {j: self._state * x for j, x in enumerate(self._params)})
-        one -= sum(self._plan.tiers.away) if self._plan.tiers is not None else 0
+        if (tiers := self._plan.tiers) is not None:
+            one -= sum(tiers.away)
         outer = 0.0
         if self._plan.axes.weights.is_local:  # the outer weights, and their momentum
             outer, stays = one, self._state * one + owned
