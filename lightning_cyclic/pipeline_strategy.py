@@ -41,9 +41,10 @@ class PipelineStrategy(PlannedStrategy):
             saved away until its backward, if enough is computed between them.
         memory_limit_bytes: most bytes that a worker may keep, as the planner counts them: weights
             of all versions, gradients, optimizer state, and activations of all micro-batches
-            under way; stages are cut so. [any number]
-        disk: a folder, where that lies in files, of workers on CPUs. [of GPUs it is the host's
-            memory]
+            under way; stages are cut so. Where none can, and there is a disk, or the memory of a
+            GPU's host, optimizer state comes for the update of its stage. [any number]
+        disk: a folder, where that lies, or what "offload" puts away, in files, of workers on CPUs.
+            [of GPUs it is the host's memory]
         clip_norm: what gradient_clip_val (norm) looks at: "stage", "global", or None: "stage" for
             freshest weights (said once), "global" otherwise.
         error_feedback: where gradients are old, turn each update u_t into 2 * u_t - u_(t-1), for

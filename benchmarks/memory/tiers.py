@@ -2,6 +2,7 @@
 
     python -m benchmarks tiers                              61 M weights, 1 worker
     python -m benchmarks tiers --disk /scratch --rounds 5
+    python -m benchmarks tiers --preset 1f1b --batch 8 --num-microbatches 4     a pipeline
 
 Each contender is a process of its own, with the same weights and batches. Those with a limit have
 their layers on the meta device, and weights in a file of safetensors, which nobody reads as a
@@ -39,7 +40,7 @@ from benchmarks.gpu.fits import LitGPT
 from benchmarks.memory.sparse_states import Clock as PlainClock
 from benchmarks.pipeline.model import Case, make_gpt
 from benchmarks.rounds import command_of, environment, free_port, quiet, result, results_in, spread
-from lightning_cyclic import CyclicStrategy
+from lightning_cyclic import CyclicStrategy, PipelineStrategy
 from lightning_cyclic.runtime.bits import digest
 
 SMOKE = (
@@ -58,7 +59,7 @@ class Clock(PlainClock):
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         super().on_train_batch_end(trainer, *args)
-        if isinstance(trainer.strategy, CyclicStrategy):
+        if isinstance(trainer.strategy, CyclicStrategy | PipelineStrategy):
             planned = trainer.strategy.planned_memory(0)
             self.planned = 0.0 if planned is None else planned.total
 
@@ -84,15 +85,11 @@ def work(options: dict[str, Any], limit_bytes: int | None) -> None:
 def fit(args: argparse.Namespace, limit_bytes: int | None) -> tuple[L.Trainer, LitGPT, Clock]:
     """Train."""
     clock = Clock()
-    strategy: str | CyclicStrategy = "auto"
-    if limit_bytes is not None:
-        strategy = CyclicStrategy(
-            "lockstep_dp", stages=args.stages, memory_limit_bytes=limit_bytes, disk=args.disk
-        )
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_epochs=1, callbacks=[clock], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        strategy=strategy, default_root_dir=tempfile.gettempdir(), use_distributed_sampler=False,
+        strategy=strategy_of(args, limit_bytes), default_root_dir=tempfile.gettempdir(),
+        use_distributed_sampler=False,
     )  # fmt: skip
     g = torch.Generator().manual_seed(1)
     case = Case(
@@ -125,6 +122,17 @@ def saved_weights(case: Case) -> Iterator[str]:
 
 def _write(case: Case, folder: str) -> None:
     make_gpt(case).save_pretrained(folder)
+
+
+def strategy_of(args: argparse.Namespace, limit_bytes: int | None) -> Any:
+    """Return the strategy: of a run in memory the plain one, or a pipeline without a limit."""
+    limit = {"memory_limit_bytes": limit_bytes, "disk": args.disk} if limit_bytes else {}
+    if args.preset in PipelineStrategy.presets:
+        return PipelineStrategy(
+            args.preset, stages=args.stages, num_microbatches=args.num_microbatches, verify=False,
+            **limit,
+        )  # fmt: skip
+    return CyclicStrategy(args.preset, stages=args.stages, **limit) if limit else "auto"
 
 
 def grown_to(*, reset: bool = False) -> int:
@@ -192,6 +200,8 @@ def least_with_weights(args: argparse.Namespace, low: int, high: int) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what can be chosen."""
+    parser.add_argument("--preset", default="lockstep_dp")
+    parser.add_argument("--num-microbatches", type=int, default=1, help="of a pipeline")
     parser.add_argument("--width", type=int, default=640)
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--words", type=int, default=2000)

@@ -64,9 +64,9 @@ def window(plan: Plan) -> tuple[Actions, ...]:
 def computed(plan: Plan) -> tuple[Actions, ...]:
     """List what each worker computes and updates: its steps, without messages and made soon.
 
-    And what moves graphs meanwhile.
+    And what moves between tiers meanwhile.
     """
-    return graphs(plan, updates(plan, _in_time(plan)))
+    return graphs(plan, tiers(plan, updates(plan, _in_time(plan))))
 
 
 def _in_time(plan: Plan) -> tuple[Actions, ...]:

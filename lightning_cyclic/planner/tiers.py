@@ -68,19 +68,22 @@ def in_tiers(
     weights: Chunks | None = None,
     besides: float = 0.0,
     early: bool = False,
+    remat: bool = False,
 ) -> Plan:
     """Return a plan of which no worker exceeds a limit.
 
     Copies overlap what is computed if there is room for that, and no more moves than has to then.
+    State of single stages comes as far ahead as it can, if no more moves by that.
 
     Args:
-        plan: whose workers run whole micro-batches, of enough steps to be steady.
+        plan: of enough steps to be steady.
         costs: bytes of weights and activations.
         state: chunks of optimizer state.
         limit_bytes: most bytes that a worker may have in memory.
         weights: chunks of weights, of one worker alone. [all stay]
         besides: bytes of the limit that a worker has for other things at any time.
         early: whether stages are updated right behind their backwards, by one worker alone.
+        remat: whether backwards of single stages run their forward again.
 
     Returns:
         The plan with tiers; with nothing that moves, if all fits. Stages are updated one by one
@@ -90,7 +93,7 @@ def in_tiers(
         PlanError: the limit is less than what is needed at once, and the text names the least; or
             updates wait for the norms of all stages.
     """
-    if plan.norms != "none":
+    if plan.norms != "none" and plan.axes.placement.runs_whole_micro:
         raise PlanError(
             f"optimizer state that comes and goes with norms={plan.norms!r} (gradients clipped by "
             "the norm of all stages), so that all stages are updated at once; allowed: "
@@ -103,7 +106,7 @@ def in_tiers(
             tiers = Tiers(moved=every, kept=none, ahead=ahead, early=early)
             if moving is not None:
                 tiers = replace(tiers, weights=moving.rest(none), away=moving.used_of_rest(none))
-            rooms = rooms_beside(replace(plan, tiers=tiers), costs, room)
+            rooms = rooms_beside(replace(plan, tiers=tiers), costs, room, remat=remat)
             needed = limit_bytes - min(min(x.values()) for x in rooms)
             least = min(least, needed)
             if needed > limit_bytes:
@@ -111,7 +114,9 @@ def in_tiers(
             if moving is not None:
                 kept = _most(replace(plan, tiers=tiers), costs, moving, room, "fetched")
                 tiers = replace(tiers, weights=moving.rest(kept), away=moving.used_of_rest(kept))
-            kept = _most(replace(plan, tiers=tiers), costs, state, room, "state")
+            kept = _most(replace(plan, tiers=tiers), costs, state, room, "state", remat=remat)
+            if ahead and not plan.axes.placement.runs_whole_micro:
+                tiers, kept = _further_ahead(plan, costs, state, room, tiers, kept, remat=remat)
             return replace(plan, tiers=replace(tiers, moved=state.rest(kept), kept=state.of(kept)))
     what = "optimizer state" if weights is None else "weights and optimizer state"
     raise PlanError(
@@ -122,13 +127,34 @@ def in_tiers(
     )
 
 
-def _most(plan: Plan, costs: Costs, chunks: Chunks, room: float, kind: str) -> list[int]:
-    rooms = rooms_beside(plan, costs, room, kind)
+def _further_ahead(
+    plan: Plan, costs: Costs, state: Chunks, room: float, tiers: Tiers, kept: list[int], *,
+    remat: bool,
+) -> tuple[Tiers, list[int]]:  # fmt: skip
+    """Let state of single stages come as far ahead as it can, as long as no less of it stays.
+
+    Behind a step activations are gone, and state has room beside the last backwards.
+    """
+    for ahead in range(plan.num_stages, tiers.ahead, -1):
+        further = replace(tiers, ahead=ahead)
+        rooms = rooms_beside(replace(plan, tiers=further), costs, room, remat=remat)
+        if min(min(x.values()) for x in rooms) < 0:
+            continue
+        found = most_that_stays(plan, state.counts, state.num_bytes, rooms)
+        if sum(found) >= sum(kept):
+            return further, found
+    return tiers, kept
+
+
+def _most(
+    plan: Plan, costs: Costs, chunks: Chunks, room: float, kind: str, *, remat: bool = False
+) -> list[int]:
+    rooms = rooms_beside(plan, costs, room, kind, remat=remat)
     return most_that_stays(plan, chunks.counts, chunks.num_bytes, rooms)
 
 
 def rooms_beside(
-    plan: Plan, costs: Costs, limit_bytes: float, kind: str = "state"
+    plan: Plan, costs: Costs, limit_bytes: float, kind: str = "state", *, remat: bool = False
 ) -> list[dict[tuple[int, ...], float]]:
     """Return for each worker: stages of which something is there -> the least room for others.
 
@@ -137,7 +163,8 @@ def rooms_beside(
         kind: of spans, what comes and goes.
     """
     found: list[dict[tuple[int, ...], float]] = []
-    for row, held in zip(memory_by_place(plan, costs), spans(plan), strict=True):
+    rows = memory_by_place(plan, costs, remat=remat)
+    for row, held in zip(rows, spans(plan, remat=remat), strict=True):
         comes = [x for x in held if x.kind == kind]
         rooms: dict[tuple[int, ...], float] = {}
         for place, kept in enumerate(row):

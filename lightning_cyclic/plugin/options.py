@@ -27,6 +27,7 @@ from lightning_cyclic.plan.weights import LocalSteps
 from lightning_cyclic.planner.candidates import DEFAULT_BANDWIDTH, DEFAULT_LATENCY
 from lightning_cyclic.plugin.checks import check_plan, is_stagewise
 from lightning_cyclic.plugin.codec_checks import check_crossing_codec
+from lightning_cyclic.plugin.disk_checks import check_disk
 from lightning_cyclic.plugin.option_values import (
     Checkpointing,
     Clipping,
@@ -123,17 +124,6 @@ def _check_optimal(options: Options, plan: Plan) -> None:
             "before the backward, so that a part of a forward cannot be run again; allowed: "
             "rules that keep what a forward has read; use activation_checkpointing='always', "
             "or preset='pipedream_2bw'"
-        )
-
-
-def _check_disk_of_pipeline(options: Options) -> None:
-    """Refuse a folder for what stays in memory."""
-    if options.activation_checkpointing != "offload":
-        raise ConfigurationError(
-            f"disk={options.disk!r} with activation_checkpointing="
-            f"{options.activation_checkpointing!r} and preset {options.preset!r}, whose workers "
-            "keep what they have in memory; allowed: activation_checkpointing='offload', by which "
-            "activations lie there; use that, or leave disk out"
         )
 
 
@@ -280,7 +270,14 @@ class Options:
         if self.activation_checkpointing == "optimal":
             _check_optimal(self, probe)
         if self.disk is not None and is_stagewise(probe):
-            _check_disk_of_pipeline(self)
+            check_disk(
+                self.disk,
+                self.activation_checkpointing,
+                self.preset,
+                is_bounded=self.memory_limit_bytes is not None,
+                predicts=self.predicts,
+                has_feedback=self.error_feedback,
+            )
         elif self.disk is not None or self.moves_state:
             _check_tiers(self, probe)
         if self.stages == "measured" and probe.placement not in ("pipelined", "shared"):
@@ -343,9 +340,19 @@ class Options:
         return self.disk is not None or not self._probe().axes.sharding.gathers
 
     @property
+    def may_move_state_of_stages(self) -> bool:
+        """Say whether that of single stages is, where there is a disk or a host to move it to."""
+        is_bounded = self.memory_limit_bytes is not None and not self.error_feedback
+        checkpointing = self.activation_checkpointing  # "optimal" keeps to the limit by itself
+        return (
+            is_bounded and checkpointing != "optimal" and self.is_stagewise and not self.predicts
+        )
+
+    @property
     def trains_plainly(self) -> bool:
         """Say whether this is one worker whose plan always reads the newest weights."""
-        if self.num_workers != 1 or self.moves_state:
+        moves = self.disk is not None and self.may_move_state_of_stages
+        if self.num_workers != 1 or self.moves_state or moves:
             return False
         plan = self.plan(1)
         return plan.delay(0) == 0 and not plan.axes.weights.is_local

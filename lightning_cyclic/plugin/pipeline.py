@@ -31,6 +31,7 @@ from lightning_cyclic.plugin.pipeline_session import (
     CutFinder,
     join_workers,
     make_session,
+    tiers_of,
 )
 from lightning_cyclic.plugin.planned_memory import state_per_param
 from lightning_cyclic.plugin.reductions import HeldReductions
@@ -119,7 +120,8 @@ class PipelineTraining(AbstractTraining):
         kept = 0.0 if fitting else None
         if fitting and options.memory_limit_bytes is not None:  # what nobody else asks for
             kept = state_per_param(trainer.optimizers, self._module.parameters())
-        self._finder = CutFinder(options, kept)
+        moves = tiers_of(trainer, options) is not None
+        self._finder = CutFinder(options, kept, moves_state=moves)
         self._transport = join_workers(trainer, options)
         self._session: StagewiseSession = make_session(
             trainer, self._options, self._plan, self._finder, self._transport, self._configured

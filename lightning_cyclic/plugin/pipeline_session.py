@@ -42,6 +42,7 @@ from lightning_cyclic.runtime.state_homes import (
 )
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import link
+from lightning_cyclic.runtime.whole_step.tiers import TierConfig
 
 
 @final
@@ -50,10 +51,18 @@ class CutFinder:
 
     Args:
         state_per_param: bytes of optimizer state per byte of parameters; None for evaluation.
+        moves_state: whether what of it the limit has no room for comes and goes.
     """
 
-    def __init__(self, options: Options, state_per_param: float | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        state_per_param: float | None = None,
+        *,
+        moves_state: bool = False,
+    ) -> None:
         self._options = options
+        self._moves_state = moves_state
         self.state_per_param = state_per_param
         self._survey: Survey | None = None
 
@@ -67,18 +76,26 @@ class CutFinder:
         refuse_written(self._survey, keeps_order=options.keeps_order)
         stages = self._stages(self._survey, module)
         optimal = options.activation_checkpointing == "optimal"
-        cuts = choose_cuts(
+        choose = partial(
+            choose_cuts,
             self._survey,
             stages,
-            # which "optimal" keeps by what it runs again, wherever stages begin
-            memory_limit_bytes=None if optimal else options.memory_limit_bytes,
             # one device waits for nobody: memory is what it wants
             balance="activations" if options.plans_placement == "single" else "time",
             demands=self._demands(stages) if isinstance(stages, int) else None,
         )
+        # which "optimal" keeps by what it runs again, wherever stages begin
+        limit = None if optimal else options.memory_limit_bytes
+        try:
+            cuts = choose(memory_limit_bytes=limit)
+        except PlanError:
+            if not self._moves_state:
+                raise
+            cuts = choose()  # and state that moves keeps to it
         if options.num_workers != 1:
             _tell_of_idle(self._survey, cuts)
-        return cuts
+        kept = ((x.activation_bytes, x.crossing_bytes) for x in loads(self._survey, cuts))
+        return replace(cuts, kept=tuple(kept))
 
     def _stages(self, survey: Survey, module: nn.Module) -> int | Sequence[str]:
         options = self._options
@@ -191,6 +208,7 @@ def make_session(
         memory_limit_bytes=options.memory_limit_bytes,
         state_per_param=finder.state_per_param or 0.0,
         make_home=_homes(options, device),
+        tiers=tiers_of(trainer, options),
         timeout_s=cast("Any", trainer.strategy)._timeout.total_seconds(),
         say=rank_zero_info,
         not_state=frozenset({*vars(LightningModule()), "log"}),
@@ -208,6 +226,35 @@ def make_session(
         trainer.world_size,
         device,
         assembly,
+    )
+
+
+def tiers_of(trainer: Trainer, options: Options) -> TierConfig | None:
+    """Return where optimizer state lies that the limit has no room for; None: all stays.
+
+    Raises:
+        ConfigurationError: a folder for what lies in the memory of a GPU's host; or of an
+            optimizer whose state is not known.
+    """
+    is_fitting, device = trainer.state.fn == TrainerFn.FITTING, trainer.strategy.root_device
+    limit = options.memory_limit_bytes
+    if not is_fitting or not options.may_move_state_of_stages or limit is None:
+        return None
+    if (device.type, options.disk is None) not in {("cpu", False), ("cuda", True)}:
+        if options.disk is None or options.activation_checkpointing == "offload":
+            return None  # stages are cut by the limit; of a folder for activations others tell
+        raise ConfigurationError(
+            f"memory_limit_bytes={limit} and disk={options.disk!r} with preset "
+            f"{options.preset!r} and accelerator {device.type!r}; allowed: of CPUs a folder, "
+            "disk='/tmp', for optimizer state that does not stay; of a GPU none, as it lies in "
+            "the host's memory; use that"
+        )
+    return TierConfig(
+        limit_bytes=limit,
+        folder=None if options.disk is None else Path(options.disk),
+        device=device,
+        optimizer=lambda: trainer.optimizers[0],
+        say=rank_zero_info,
     )
 
 

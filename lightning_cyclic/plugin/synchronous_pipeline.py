@@ -3,7 +3,8 @@
 training_step     share the batch, cut it, run the program; log once; return a surrogate of the
                   loss, whose backward puts the gradients of the whole batch into ``p.grad``
 optimizer_step    the closure and the update, within the optimizer's step; then send on what it
-                  changed
+                  changed. Where optimizer state comes and goes, a step for each stage, when the
+                  program has its update
 """
 
 from __future__ import annotations
@@ -119,7 +120,10 @@ class SynchronousPipelineTraining(PipelineTraining):
                     made.append(updated)
                 return output
 
-            if self._scaling is None:
+            if session.moves_state:
+                output = closed()
+                self._step_apart(output, made, kwargs)
+            elif self._scaling is None:
                 output = optimizer.step(closure=closed, **kwargs)
             elif (output := closed()) is not None and made:  # as Lightning does
                 optimizer.step(**kwargs)
@@ -128,6 +132,12 @@ class SynchronousPipelineTraining(PipelineTraining):
             if self._scaling is not None:
                 self._scaling.catch_up(session.t)
         return output
+
+    def _step_apart(self, output: Any, made: Sequence[Stages], kwargs: dict[str, Any]) -> None:
+        """Call the optimizer for each stage, while its state is in memory."""
+        is_left_out = self._scaling is not None and output is None  # as by Lightning
+        for updated in () if is_left_out or self._session.cuts is None else made:
+            self._session.updates.make(self._updates.stepping(updated, kwargs))
 
     @property
     def _owned(self) -> Sequence[int]:

@@ -12,7 +12,7 @@ hyper-parameters of step t, while hooks of later steps have run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
@@ -273,6 +273,28 @@ class Updates:
                     optimizer.step(**remembered.kwargs)
         self._count(t, optimizer, self._found)
         return set(stages).difference(updated)
+
+    def stepping(self, stages: Stages, kwargs: dict[str, Any]) -> Callable[[int], None]:
+        """Return what calls the optimizer for one stage of those in the making.
+
+        Each call begins with what the step before has left in groups: counts, most often.
+        """
+        optimizer = self._optimizer
+        begun, noted = values_of(optimizer), noted_values(optimizer)
+        # schedulers ask for it, also of a replica that has no stage to update
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+        def step(j: int) -> None:
+            changed = changed_values(optimizer, noted)
+            for group, values, keys in zip(optimizer.param_groups, begun, changed, strict=True):
+                for key in keys.keys() - values.keys():
+                    del group[key]
+                group.update({key: copied(values[key]) for key in keys if key in values})
+            check_parted(optimizer, stages[j], self._preset)
+            with _holding(optimizer, stages[j]), without_closure(optimizer, self._preset):
+                optimizer.step(**kwargs)
+
+        return step
 
     @contextmanager
     def making(self, t: int, stages: Sequence[int]) -> Iterator[Stages]:

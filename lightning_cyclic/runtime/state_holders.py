@@ -98,7 +98,8 @@ class OptimizerState(Holder):
                     raise StepError(
                         f"{name} has made {key!r}, which it does not make in its first step, of a "
                         f"parameter of stage {j}, so that memory_limit_bytes=... has no place for "
-                        "it; allowed: optimizers that make all their state at once, with settings "
+                        "it; allowed: parameters that the optimizer has from the first step on, "
+                        "and optimizers that make all their state at once, with settings "
                         "(amsgrad, momentum) that stay; leave memory_limit_bytes out"
                     )
 

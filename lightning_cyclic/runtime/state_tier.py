@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import IN_MEMORY, PUT_AWAY, Item
+from lightning_cyclic.runtime.bits import version
 from lightning_cyclic.runtime.buffers import views_of
 from lightning_cyclic.runtime.moments import PAST, AbstractMoment, streams_of
 from lightning_cyclic.runtime.saved_places import SavedPlaces
@@ -91,6 +92,8 @@ class StateTier:
         chunks = [(j, k) for j, each in self._moved.items() for k in range(len(each))]
         self._begins = {at: n * layout.chunk_bytes for n, at in enumerate(chunks)}
         self._home = make_home(len(chunks) * layout.chunk_bytes)
+        self._read: dict[int, int] = {}  # id of what is at home -> its version when it came
+        self._gone: dict[int, int] = {}  # id of what is in memory -> its version when it went
         self._leaves: dict[int, int] = {}  # stage -> step of its last update
         self._written: dict[int, AbstractMoment] = {}  # of stages: when their home has it all
         self._at_home: dict[int, list[list[Tensor]]] = {j: [] for j in parameters}
@@ -122,8 +125,11 @@ class StateTier:
             # before its first update a stage has no state, and the optimizer makes it
             if any(self._holder.get(part) is not None for part, _ in self._parts(a.j)):
                 self._rooms[a.j] = [self._room_for(chunk) for chunk in self._moved[a.j]]
+                self._read.update((id(home), version(home)) for _, home in self._parts(a.j))
         else:
             self._fill(a.j)
+            views = (view for room in self._rooms[a.j] for view in room.views)
+            self._gone.update((id(view), version(view)) for view in views)
             self._leaves[a.j] = a.t
 
     def moves(self, p: nn.Parameter) -> bool:
@@ -179,7 +185,12 @@ class StateTier:
         is_written = j in self._written
         self._written.pop(j, PAST).wait()  # as others read it on the host
         for k, room in enumerate(rooms):
-            if not is_written and self._differs(j, k):
+            if is_written:  # and changed since it went
+                gone = [self._gone.pop(id(view)) for view in room.views]
+                again = gone != list(map(version, room.views))
+            else:
+                again = self._differs(j, k)
+            if again:
                 self._move(Kind.EVICT, j, k, room)
                 self._streams.now().wait()
             self._given.discard((j, k))
@@ -280,7 +291,9 @@ class StateTier:
             x = self._holder.get(part)
             if x is None or _is(x, view):
                 continue
-            if not _is(x, home):  # made just now, or loaded
+            at_home = version(home)
+            is_read = _is(x, home) and self._read.get(id(home), at_home) == at_home
+            if not is_read:  # made just now, or loaded, or changed by a hook since it came
                 self._check(part, x, j)
                 view.copy_(x)
                 self._given.add((j, k))

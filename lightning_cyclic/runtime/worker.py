@@ -318,11 +318,16 @@ class Worker:
         """Go on with actions of another plan, when nothing is on its way."""
         self._flow = flow
 
-    def settle(self) -> None:
-        """Take in everything that is on its way, and wait until what was sent has left."""
-        for lane in self._lanes.values():
-            self._join(lane, lane.num_put)
-        self._promised.clear()
+    def settle(self, *, joins: bool = True) -> None:
+        """Take in everything that is on its way, and wait until what was sent has left.
+
+        Args:
+            joins: whether to wait for what lanes have to do, too.
+        """
+        if joins:
+            for lane in self._lanes.values():
+                self._join(lane, lane.num_put)
+            self._promised.clear()
         for item in (*self._coming, *self._taken):
             self.fetch(item)
         self._taken.clear()

@@ -17,8 +17,9 @@ What a worker keeps, and from when to when:
 Every number of copies is counted; the only formulas are products with bytes. Of workers that run
 whole micro-batches all is that of the moment with the most (below). Of others the cells of the
 timetable and the updates tell enough; peaks of different kinds are added, though they need not
-fall on the same moment, and "gradients" has a buffer per stage for a sum that it receives, too;
-buffers are made once, so each counts from beginning to end. What lives within one forward or
+fall on the same moment (but where optimizer state comes and goes, which it does when activations
+are gone), and "gradients" has a buffer per stage for a sum that it receives, too; buffers are made
+once, so each counts from beginning to end. What lives within one forward or
 backward, copies of activations that have not left, and what the framework itself takes, are not
 counted.
 
@@ -46,7 +47,6 @@ from dataclasses import astuple, dataclass, fields, replace
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias, final
 
-from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan, programs_of
 from lightning_cyclic.plan.actions import (
     COMPUTE,
@@ -135,7 +135,8 @@ def memory(
         (10.0, 10.0, 200.0, 100.0)
     """
     sizes = _Sizes(plan, costs, state_per_param, gradient_per_param, index_per_param)
-    count = sizes.at_once if plan.axes.placement.runs_whole_micro else sizes.of_each_kind
+    is_whole = plan.axes.placement.runs_whole_micro
+    count = sizes.at_once if is_whole or plan.tiers is not None else sizes.of_each_kind
     return tuple(count(w, found) for w, found in enumerate(spans(plan, remat=remat)))
 
 
@@ -163,9 +164,7 @@ def memory_by_slot(
         [[10, 20, 20, 10, 10, 0], [0, 10, 0, 10, 0, 0]]
     """
     sizes = _Sizes(plan, costs, state_per_param, 1.0, 0.0)
-    is_whole = plan.axes.placement.runs_whole_micro
-    by_place = sizes.whole_by_place if is_whole else sizes.stages_by_place
-    programs = programs_of(plan) if is_whole else computed(plan)
+    programs = programs_of(plan) if plan.axes.placement.runs_whole_micro else computed(plan)
     # what is not computed is in the slot of what is, before it: receives are posted long ahead
     slots = [
         list(accumulate((a.s * (a.kind in COMPUTE) for a in program), max)) for program in programs
@@ -173,36 +172,30 @@ def memory_by_slot(
     last = max(a.s for program in programs for a in program if a.kind in COMPUTE)
     rows = []
     for w, found in enumerate(spans(plan, remat=remat)):
-        kept = by_place(w, [_apart(x, remat) for x in found], 2 * len(slots[w]) + 2)
+        kept = sizes.by_place(w, [_apart(x, remat) for x in found], 2 * len(slots[w]) + 2)
         rows.append(tuple(_in_slot(kept, slots[w], s) for s in range(last + 1)))
     return tuple(rows)
 
 
 def memory_by_place(
-    plan: Plan, costs: Costs, *, state_per_param: float = 2.0
+    plan: Plan, costs: Costs, *, remat: bool = False, state_per_param: float = 2.0
 ) -> tuple[tuple[Memory, ...], ...]:
-    """Say what each worker that runs whole micro-batches keeps at each place of its program.
+    """Say what each worker keeps at each place of its program.
 
     Args:
         plan: of as many steps as are looked at.
-        costs: as for :func:`memory`.
+        costs: as for :func:`memory`; so are the others.
 
     Returns:
-        For each worker a row: before each of its actions, and behind the last.
-
-    Raises:
-        PlanError: workers run single stages, whose peaks of different kinds are added.
+        For each worker a row: before each of its actions, and behind the last; of workers that
+        run single stages, of those that :func:`computed` lists.
     """
-    if not plan.axes.placement.runs_whole_micro:
-        raise PlanError(
-            f"placement={plan.placement!r}, whose workers run single stages; allowed: workers "
-            "that run whole micro-batches; use memory(...), or preset='cyclic_dp'"
-        )
     sizes = _Sizes(plan, costs, state_per_param, 1.0, 0.0)
-    lengths = (len(program) + 1 for program in programs_of(plan))
+    is_whole = plan.axes.placement.runs_whole_micro
+    lengths = (len(x) + 1 for x in (programs_of(plan) if is_whole else computed(plan)))
     return tuple(
-        tuple(sizes.whole_by_place(w, found, length))
-        for w, (found, length) in enumerate(zip(spans(plan), lengths, strict=True))
+        tuple(sizes.by_place(w, found, length))
+        for w, (found, length) in enumerate(zip(spans(plan, remat=remat), lengths, strict=True))
     )
 
 
@@ -281,12 +274,6 @@ class _Sizes:
     def __init__(
         self, plan: Plan, costs: Costs, state: float, gradient: float, index: float
     ) -> None:
-        if plan.tiers is not None and not plan.axes.placement.runs_whole_micro:
-            raise PlanError(
-                f"optimizer state that comes and goes (tiers) with placement {plan.placement!r}, "
-                "whose memory is counted kind by kind; allowed: workers that run whole "
-                "micro-batches; use preset='cyclic_dp', or replace(plan, tiers=None)"
-            )
         self._plan = plan
         self._params = costs.param_bytes
         self._by_kind = {
@@ -305,7 +292,7 @@ class _Sizes:
 
     def of_each_kind(self, w: int, found: Sequence[Span]) -> Memory:
         """Return the most of each kind."""
-        params, plan = self._params, self._plan
+        params = self._params
         held = {x.j for x in found if x.kind == "activations"}
         one_of_each = sum(params[j] for j in held)
         predicted = sum(params[j] for j in held if self._predicted[j])
@@ -317,15 +304,20 @@ class _Sizes:
             parameters=one_of_each,
             versions=weights - one_of_each + predicted,
             gradients=self._gradient * self._buffers(found, "gradients"),
-            optimizer=self._state * sum(params[j] for j in held if plan.owner(j) == w),
+            optimizer=self._stays(w, {j: self._state * params[j] for j in held}),
             activations=activations, inputs=inputs, returns=returns, in_flight=0.0,
             index=self._index * one_of_each,
         )  # fmt: skip
 
     def at_once(self, w: int, found: Sequence[Span]) -> Memory:
-        """Return what a worker that runs whole micro-batches has at the moment with the most."""
+        """Return what a worker has at the moment with the most."""
         places = 1 + max(x.end for x in found)
-        return max(self.whole_by_place(w, found, places), key=lambda m: m.total)
+        return max(self.by_place(w, found, places), key=lambda m: m.total)
+
+    def by_place(self, w: int, found: Sequence[Span], places: int) -> list[Memory]:
+        """Return what a worker has at each place of its program."""
+        is_whole = self._plan.axes.placement.runs_whole_micro
+        return (self.whole_by_place if is_whole else self.stages_by_place)(w, found, places)
 
     def whole_by_place(self, w: int, found: Sequence[Span], places: int) -> list[Memory]:
         """Return what a worker that runs whole micro-batches has at each place of its program."""
@@ -337,9 +329,8 @@ class _Sizes:
         if not is_sharded:  # each stage keeps as many buffers as it ever needs at once
             for n in (1, 3):
                 columns[n] = [self._buffers(found, kinds[n])] * places
-        stays = self._state * owned
+        stays = self._stays(w, {j: self._state * x for j, x in enumerate(self._params)})
         if (tiers := self._plan.tiers) is not None:
-            stays = sum(x for j, x in enumerate(tiers.kept) if self._plan.owner(j) == w)
             one -= sum(tiers.away)
         outer = 0.0
         if self._plan.axes.weights.is_local:  # the outer weights, and their momentum
@@ -357,16 +348,23 @@ class _Sizes:
     def stages_by_place(self, w: int, found: Sequence[Span], places: int) -> list[Memory]:
         """Return what a worker that has stages has at each place of what it computes."""
         most = self.of_each_kind(w, found)
-        kinds = "weights", "activations", "inputs", "returns"
+        kinds = "weights", "activations", "inputs", "returns", "state"
         columns = [self._series(found, kind, places) for kind in kinds]
         predicted = most.versions + most.parameters - max(columns[0])
         return [
             replace(
                 most, versions=max(weights - most.parameters, 0.0) + predicted,
                 activations=activations, inputs=inputs, returns=returns,
+                optimizer=most.optimizer + state,
             )
-            for weights, activations, inputs, returns in zip(*columns, strict=True)
+            for weights, activations, inputs, returns, state in zip(*columns, strict=True)
         ]  # fmt: skip
+
+    def _stays(self, w: int, state: Mapping[int, float]) -> float:
+        """Return the bytes of a worker's optimizer state that does not come and go."""
+        tiers = self._plan.tiers
+        kept = state if tiers is None else dict(enumerate(tiers.kept))
+        return sum(size for j, size in kept.items() if self._plan.owner(j) == w)
 
     def _size(self, x: Span) -> float:
         return self._by_kind.get(x.kind, self._params)[x.j]
@@ -394,7 +392,7 @@ def spans(plan: Plan, *, remat: bool = False) -> tuple[tuple[Span, ...], ...]:
     """
     if not plan.axes.placement.runs_whole_micro:
         return tuple(
-            (*_of_stages(plan, cells, w), *_activations(plan, cells, w, remat))
+            (*_of_stages(plan, cells, w), *_activations(plan, cells, w, remat), *_state(cells))
             for w, cells in enumerate(computed(plan))
         )
     programs = programs_of(plan)

@@ -1,17 +1,19 @@
 """Optimizer state that is in memory only for its update, as part of a program."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 
-from lightning_cyclic.errors import PlanError, ValidationError
+from lightning_cyclic.errors import ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan, programs_of
 from lightning_cyclic.plan.actions import Kind, Payload, parse
 from lightning_cyclic.plan.check.proof import proof_of
 from lightning_cyclic.plan.check.replay import Replay
+from lightning_cyclic.plan.lower import computed
 from lightning_cyclic.plan.tiers import Tiers
 from lightning_cyclic.simulate import Costs, memory, simulate
+from lightning_cyclic.simulate.memory import memory_by_slot
 
 STAGES = 4
 ENDS_WITH = r"ends with (new state|state) \(2, 0\), which nobody takes"
@@ -99,10 +101,50 @@ def test_state_that_is_fetched_before_its_copy_is_made_is_refused():
         play(plan, order)
 
 
-def test_memory_of_pipelines_does_not_know_it_yet():
-    plan = tiered("1f1b", num_workers=STAGES)
-    with pytest.raises(PlanError, match="comes and goes"):
-        memory(plan, Costs.even(STAGES))
+def most_by_walking(program, activation, state):
+    """Return the most bytes that a worker of a pipeline has, action by action."""
+    changes = {Kind.F: activation, Kind.B: -activation, Kind.FETCH: state, Kind.FREE: -state}
+    return max(accumulate(changes.get(a.kind, 0) for a in program))
+
+
+@pytest.mark.parametrize("activation", [0, 4])
+@pytest.mark.parametrize(
+    ("preset", "ahead", "most"),
+    [
+        ("1f1b", 0, 8), ("1f1b", 1, 24), ("gpipe", 2, 32),
+        ("pipedream_2bw", 0, 8), ("pipedream_2bw", 1, 16),
+    ],
+)  # fmt: skip
+def test_memory_of_pipelines_is_that_of_the_moment_with_the_most(preset, ahead, most, activation):
+    plan = tiered(preset, ahead=ahead, num_workers=1, num_steps=8, num_microbatches=4)
+    costs = Costs.even(STAGES, model_bytes=0, activation_bytes=activation * STAGES)
+    (kept,) = memory(plan, costs)
+    assert kept.total == most_by_walking(computed(plan)[0], activation, 8)
+    if not activation:
+        assert kept.optimizer == most
+    slots = memory_by_slot(plan, costs)[0]
+    assert max(m.optimizer for m in slots) == most
+
+
+@pytest.mark.parametrize("preset", ["1f1b", "gpipe", "pipedream_2bw"])
+def test_copies_of_pipelines_overlap_the_end_of_a_step_and_the_begin_of_the_next(preset):
+    costs = replace(Costs.even(STAGES, compute_s=12.0, update_s=0.0), moved_s=(1.0,) * STAGES)
+    seconds = {}
+    for ahead in (None, 0, STAGES):
+        plan = tiered(preset, ahead=ahead or 0, num_workers=1, num_steps=6, num_microbatches=4)
+        plan = replace(plan, tiers=None) if ahead is None else plan
+        seconds[ahead] = simulate(programs_of(plan), costs, plan=plan).makespan_s
+    assert seconds[0] == seconds[None] + 6 * STAGES * (1 + 1)
+    # behind the last updates state has to go: of all stages, or of the one that is updated last
+    assert seconds[STAGES] == seconds[None] + (1 if preset == "pipedream_2bw" else STAGES)
+
+
+@pytest.mark.parametrize("preset", ["gpipe", "pipedream"])
+def test_graphs_and_state_use_one_lane(preset):
+    plan = replace(tiered(preset, num_workers=1, num_steps=4, num_microbatches=4), offloads=True)
+    assert "replayed" in str(proof_of(plan))
+    kinds = {a.payload for a in programs_of(plan)[0] if a.kind is Kind.EVICT}
+    assert kinds == {Payload.A, Payload.O}
 
 
 @pytest.mark.parametrize(("ahead", "most"), [(0, 8.0), (1, 24.0), (2, 32.0)])

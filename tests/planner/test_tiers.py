@@ -55,6 +55,13 @@ CASES = [
     ("cyclic_dp", 2, (2, 1, 2, 1), (8, 4, 8, 4), (3, 3, 3, 3)),
     ("lockstep_dp", 2, (2, 2, 1, 1), (8, 4, 8, 4), (3, 9, 3, 9)),
     ("cyclic_zero", 2, (2, 1, 1, 2), (8, 4, 8, 4), (3, 3, 3, 3)),
+    ("1f1b", 1, (1, 3, 2, 0), (4, 9, 7, 2), (30, 10, 20, 5)),
+    ("gpipe", 1, (2, 2, 2, 2), (5, 5, 5, 5), (3, 3, 3, 3)),
+    ("pipedream_2bw", 1, (1, 3, 2), (4, 9, 7), (30, 10, 20)),
+    ("pipedream", 1, (2, 1, 2), (5, 9, 3), (30, 1, 20)),
+    ("cyclic_pipeline", 1, (2, 1, 2), (5, 9, 3), (0, 1, 2)),
+    ("interleaved_1f1b", 2, (2, 1, 2, 1), (8, 8, 8, 8), (3, 3, 3, 3)),
+    ("cyclic_mp", 2, (2, 1, 2, 1), (8, 8, 8, 8), (3, 3, 3, 3)),
 ]
 
 
@@ -136,6 +143,18 @@ def test_of_stages_that_are_updated_early_one_has_a_gradient_at_a_time(preset):
     for limit, early in ((least - 1, True), (least, False)):
         with pytest.raises(PlanError):
             in_tiers(plan, costs, Chunks(chunks, CHUNK), limit, early=early)
+
+
+@pytest.mark.parametrize(("activation", "ahead"), [(30, 5), (0, 1)])
+def test_state_of_pipelines_comes_as_far_ahead_as_what_activations_leave(activation, ahead):
+    plan, costs = a_plan("1f1b", 1, 5), costs_of((4,) * 5, (activation,) * 5)
+    none, every, chunks = (0,) * 5, (CHUNK,) * 5, (1,) * 5
+    least = peak(replace(plan, tiers=Tiers(moved=every, kept=none, ahead=1)), costs)
+    found = in_tiers(plan, costs, Chunks(chunks, CHUNK), least)
+    assert found.tiers.ahead == ahead
+    assert peak(found, costs) <= least
+    kept = sum(found.tiers.kept) // CHUNK
+    assert kept == best_by_brute_force(plan, costs, chunks, least) < sum(chunks)
 
 
 def test_nothing_moves_where_all_fits():
@@ -250,7 +269,6 @@ def test_of_a_chunk_that_is_not_full_what_lies_in_it_leaves():
     least = 4 + CHUNK + 6  # activations, one chunk, and one gradient
     found = in_tiers(plan, costs, state, least, weights=weights, early=True)
     assert (found.tiers.weights, found.tiers.away) == ((CHUNK,) * 4, (6,) * 4)
-    more = in_tiers(plan, costs, state, least + CHUNK - 1, weights=weights, early=True)
-    assert more.tiers.weights.count(0) == 0
-    most = in_tiers(plan, costs, state, least + CHUNK, weights=weights, early=True)
-    assert most.tiers.weights.count(0) == 1, most.tiers
+    assert peak(found, costs) == least
+    with pytest.raises(PlanError, match=f"{least} or more"):
+        in_tiers(plan, costs, state, least - 1, weights=weights, early=True)

@@ -12,6 +12,7 @@ from lightning_cyclic.plan import Plan, program_of
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.passes.batches import first_stage, teller
 from lightning_cyclic.plan.passes.messages import message
+from lightning_cyclic.plan.tiers import Tiers
 from lightning_cyclic.runtime.codecs.activations import AbstractCrossingCodec
 from lightning_cyclic.runtime.codecs.coded import Codes
 from lightning_cyclic.runtime.gradient_store import AS_MADE, Gradients, SumDtypes
@@ -22,6 +23,7 @@ from lightning_cyclic.runtime.predict import Guess
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.state_homes import AbstractHome
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
+from lightning_cyclic.runtime.whole_step.tiers import TierConfig
 
 Apply = Callable[[int, int], None]  # (step, stage): clip and optimize; gradients are in p.grad
 Summarise = Callable[[Sequence[Outcome]], Message]  # called on the last stage's worker alone
@@ -57,7 +59,8 @@ class StagewiseConfig:
             stage to stage. [as they are]
         state_per_param: bytes of optimizer state per byte of parameters.
         make_home: (bytes) -> where what forwards save lies meanwhile. [in memory]
-        timeout_s: limit of waits for that, in seconds.
+        tiers: where optimizer state lies while it is not used. [in memory]
+        timeout_s: limit of waits for what moves, in seconds.
         verify: how many of the first steps are compared with the plain one.
         is_one_stage: whether one worker has all of the module, so that nobody waits for it: a step
             may return no loss then, and a batch that cannot be cut is one micro-batch.
@@ -92,6 +95,7 @@ class StagewiseConfig:
     verify: int = 0
     state_per_param: float = 0.0
     make_home: Callable[[int], AbstractHome] | None = None
+    tiers: TierConfig | None = None
     timeout_s: float = 1800.0
 
 
@@ -117,7 +121,14 @@ class Plans:
         self._constant = frozenset(frozen if config.is_delayed else ())
         self._plans: dict[int, Plan] = {}
         self._evaluation: list[Action] | None = None
+        self._tiers: Tiers | None = None
         self.usual = self.of(config.num_microbatches)  # whose batch has as many as asked for
+
+    def move_state(self, tiers: Tiers | None) -> None:
+        """Let optimizer state come and go, in any plan."""
+        self._tiers = tiers
+        self._plans.clear()
+        self.usual = self.of(self._config.num_microbatches)
 
     def of(self, num_microbatches: int) -> Plan:
         if num_microbatches not in self._plans:
@@ -152,11 +163,12 @@ class Plans:
         of_all = num_microbatches * self._config.replicas
         usual = self._plans.get(self._config.num_microbatches)
         if usual is None or not usual.flows:
-            return self._config.make_plan(self._cuts.num_stages, of_all, *self._demands())
+            made = self._config.make_plan(self._cuts.num_stages, of_all, *self._demands())
+            return replace(made, tiers=self._tiers)
         # a batch of evaluation has a flush behind it, and reads the newest weights
         return replace(
             usual, num_microbatches=of_all, schedule="gpipe", weights="sync",
-            late_updates=False, norms="none",
+            late_updates=False, norms="none", tiers=None,
         )  # fmt: skip
 
     def _demands(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:

@@ -28,11 +28,13 @@ from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.batches import Batches
 from lightning_cyclic.runtime.partial_step.coded_crossings import CodedCrossings, Sent
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
+from lightning_cyclic.runtime.partial_step.graph_tier import GraphTier
 from lightning_cyclic.runtime.partial_step.own_stages import OwnStages
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Packet
 from lightning_cyclic.runtime.partial_step.stage_step import StageStep
 from lightning_cyclic.runtime.partial_step.tape import Tape
 from lightning_cyclic.runtime.partial_step.updates import Updates
+from lightning_cyclic.runtime.state_tier import StateTier
 
 Key = tuple[int, int, int]  # step, micro-batch, stage
 _MOST_KINDS = 256  # of batches, whose descriptions are kept
@@ -177,17 +179,25 @@ class Exchange:
         return give(self, a)
 
     def free(self, a: Action) -> None:
-        """Drop what a forward has left; weights of a pipeline are where they are used."""
-        if self._step.graphs is not None:
+        """Drop what is at home; weights of a pipeline are where they are used."""
+        if (tier := self._updates.tiers.of(a.payload)) is not None:
+            tier.free(a.j)
+            if not tier.leaving():  # then rooms are in no plan until the next update
+                tier.rest()
+        elif self._step.graphs is not None:
             self._step.graphs.free(a)
 
     def move(self, a: Action) -> None:
-        if self._step.graphs is not None:
-            self._step.graphs.move(a)
+        if (tier := self._tier_of(a)) is not None:
+            tier.move(a)
 
     def hold(self, a: Action) -> None:
-        if self._step.graphs is not None:
-            self._step.graphs.hold(a)
+        if (tier := self._tier_of(a)) is not None:
+            tier.hold(a)
+
+    def _tier_of(self, a: Action) -> GraphTier | StateTier | None:
+        """Return what moves optimizer state, or what forwards leave."""
+        return self._updates.tiers.of(a.payload) or self._step.graphs
 
     def let_go(self, a: Action) -> None:
         """Have no lanes that send."""

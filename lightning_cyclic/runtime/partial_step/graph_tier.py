@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_cyclic.errors import ConfigurationError, StepError
-from lightning_cyclic.plan.actions import Action, Kind
+from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.bits import version
 from lightning_cyclic.runtime.buffers import aligned
@@ -341,7 +341,8 @@ class GraphTier:
 def words_of_moves(program: Program) -> str:
     """Say how much of what forwards leave is away meanwhile, of all workers."""
     steady = [a for w in range(program.num_workers) for a in program.step(w, program.steady)]
-    num_moved, num_all = (sum(a.kind is kind for a in steady) for kind in (Kind.EVICT, Kind.F))
+    num_moved = sum(a.kind is Kind.EVICT and a.payload is Payload.A for a in steady)
+    num_all = sum(a.kind is Kind.F for a in steady)
     if num_moved:
         return f"Activations of {num_moved} of {num_all} forwards are away until their backward"
     return (

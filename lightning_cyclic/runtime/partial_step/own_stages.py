@@ -25,6 +25,9 @@ from lightning_cyclic.runtime.partial_step.ownership import ForeignWeights, Owne
 from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.predict import Foresight
 from lightning_cyclic.runtime.stages.cuts import Cuts
+from lightning_cyclic.runtime.stages.stage_map import Stage, StageMap
+from lightning_cyclic.runtime.state_tier import ALL_STAYS, StateTiers
+from lightning_cyclic.runtime.whole_step.tiers import PlannedTiers
 
 
 @final
@@ -67,6 +70,7 @@ class OwnStages:
         self.ownership = Ownership(module, cuts, self.stages_of(worker), config.forms)
         fits = not any(map(is_absent, module.parameters()))
         make_present(*self.ownership.here().values())
+        self.tiers = self._make_tiers()
         self.versions: Versions | None = None
         self.foreign = ForeignWeights(
             module,
@@ -76,6 +80,23 @@ class OwnStages:
             fits,
             lambda: collectives.gather(cuts, self.plan),
         )
+
+    def _make_tiers(self) -> StateTiers:
+        """Plan which optimizer state stays in memory; return what moves the rest of it."""
+        config, cuts = self.config, self.cuts
+        if config.tiers is None:
+            return ALL_STAYS
+        kept, sent = zip(*(cuts.kept or [(None, 0)] * cuts.num_stages), strict=True)
+        each = zip(("", *cuts.starts), cuts.parameters, kept, strict=True)
+        stages = StageMap(
+            tuple(Stage(start=s, parameters=ps, activation_bytes=x) for s, ps, x in each)
+        )
+        planned = PlannedTiers(
+            config.tiers, self.plan, self.module, stages, config.forms,
+            sent=sent, again=config.remat not in ("never", "offload"),
+        )  # fmt: skip
+        self._plans.move_state(planned.plan.tiers)
+        return planned.tiers(self.worker)
 
     # ------------------------------------------------------------------ plans
 

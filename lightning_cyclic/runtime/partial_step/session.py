@@ -137,6 +137,11 @@ class StagewiseSession(AbstractSession):
         return self._own
 
     @property
+    def moves_state(self) -> bool:
+        """Say whether optimizer state comes for the update of its stage, and goes behind it."""
+        return self.config.tiers is not None
+
+    @property
     def replica(self) -> tuple[int, ...]:
         """Return the workers of this worker's replica, input side first."""
         first = self.worker // self._size * self._size
@@ -225,7 +230,8 @@ class StagewiseSession(AbstractSession):
         self._exchange = Exchange(own, self._step, self.updates, self.batches)
         self._worker = Worker(
             own.program.flow(self.worker), self._messages, self._exchange, self._exchange,
-            self.updates, self.flight, [] if self._step.graphs is None else [Lane.TIERS],
+            self.updates, self.flight,
+            [Lane.TIERS] if self.moves_state or self._step.graphs is not None else [],
             lambda: self.config.timeout_s * 1.1 + 1,
         )  # fmt: skip
         self.updates.worker = self._worker
@@ -342,7 +348,7 @@ class StagewiseSession(AbstractSession):
             self.t += 1
 
     def _train_up_to_updates(self, actions: list[Action], *, is_last: bool) -> None:
-        begun = self.updates.up_to(actions, is_last=is_last)
+        begun = self.updates.up_to(actions, self.t, is_last=is_last)
         self.updates.hide(self.t)
         with self._watch.watching(self.t, [self._weights]):
             self._run(begun)

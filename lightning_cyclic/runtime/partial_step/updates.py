@@ -1,7 +1,8 @@
 """Updates: from sums of gradients that are whole to new versions of a worker's stages.
 
 one step after the other    sums lie in p.grad; somebody outside steps the optimizer; what
-                            the program has behind UPDATE follows
+                            the program has behind UPDATE follows. Where optimizer state comes
+                            and goes, UPDATE asks for the step of its stage
 steps that flow             UPDATE itself calls ``apply``, stage by stage
 """
 
@@ -19,12 +20,13 @@ from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.gradient_store import GradientStore
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.partial_step.conclusions import Conclusions
+from lightning_cyclic.runtime.partial_step.config import Apply
 from lightning_cyclic.runtime.partial_step.own_stages import OwnStages
 from lightning_cyclic.runtime.partial_step.verifier import Verifier
 from lightning_cyclic.runtime.worker import Worker
 
 _NEW_VERSIONS = frozenset({Kind.UPDATE, Payload.P, Payload.V})
-_OF_UPDATES = _NEW_VERSIONS | {Payload.N}
+_OF_UPDATES = _NEW_VERSIONS | {Payload.N, Payload.O}
 
 
 @final
@@ -61,6 +63,8 @@ class Updates:
         self.grads = grads
         self._versions = own.versions
         self.conclusions = conclusions
+        self.tiers, self._moves_state = own.tiers, own.config.tiers is not None
+        self._step: Callable[[int], None] | None = None  # of the optimizer, for a stage
         self._is_alone = own.num_workers == 1
         self._verifier = verifier
         self._flight = flight
@@ -71,14 +75,22 @@ class Updates:
     # ------------------------------------------------------------------ what the program asks
 
     def update(self, a: Action) -> None:
-        """Make a new version of a stage, with the gradients of its step in ``p.grad``."""
-        assert self._config.apply is not None
+        """Make a new version of a stage, with its optimizer state in memory."""
+        self.tiers.bring(a.j, a.t, self.worker.fetch)
+        if self._config.apply is not None:
+            self._apply(a, self._config.apply)
+        elif self._step is not None:
+            self._step(a.j)
+        self.tiers.check(a.j)
+
+    def _apply(self, a: Action, apply: Apply) -> None:
+        """Update a stage with the gradients of its step in ``p.grad``."""
         self.begin_version(a)
         self.grads.show(a.t, a.j)
         if self._config.unscale is None:
             self._verifier.note_gradients(a.j, [p.grad for p in self._trained_of(a.j)])
         self._verifier.note_state()
-        self._config.apply(a.t, a.j)
+        apply(a.t, a.j)
         for p in self._trained_of(a.j):
             p.grad = None
         if a.j == self._stages[0]:  # backwards go from the last stage to the first
@@ -104,15 +116,19 @@ class Updates:
 
     # ------------------------------------------------------------------ updates from outside
 
-    def up_to(self, actions: Sequence[Action], *, is_last: bool) -> list[Action]:
+    def up_to(self, actions: Sequence[Action], t: int, *, is_last: bool) -> list[Action]:
         """Return what comes before the updates of a step, and keep the rest.
 
         Args:
+            t: the step.
             is_last: whether an update follows this batch; else nothing of it is sent either.
         """
         self.was_finite = None
-        if not is_last:
-            actions = [a for a in actions if (a.payload or a.kind) not in _OF_UPDATES]
+        if not is_last:  # but state of the step before leaves
+            actions = [
+                a for a in actions
+                if (a.payload or a.kind) not in _OF_UPDATES or (a.payload is Payload.O and a.t < t)
+            ]  # fmt: skip
         begun = list(takewhile(lambda a: not is_of_update(a), actions))
         self._rest = list(actions[len(begun) :])
         return begun
@@ -166,12 +182,26 @@ class Updates:
             for j in self._stages:
                 self._versions.begin_update(j)
 
+    def make(self, step: Callable[[int], None] | None) -> None:
+        """Update one stage after the other, each while its optimizer state is in memory.
+
+        Args:
+            step: calls the optimizer for a stage. [none: it moves in vain]
+        """
+        mine = [a for a in self._rest if a.kind is Kind.UPDATE or a.payload is Payload.O]
+        self._rest = [a for a in self._rest if a not in mine]
+        self._step = step
+        self._run(mine)
+        self._step = None
+
     def end(self, t: int) -> None:
         """Send on what an update has changed."""
         if any(a.payload is Payload.N for a in self._rest):  # nobody has clipped by them
             self.tell_norms(t)
+        if self._moves_state:  # an update that was skipped has made room, too
+            self.make(None)
         self._flight.note(a for a in self._rest if a.kind is Kind.UPDATE)
         self._run([a for a in self._rest if a.kind is not Kind.UPDATE])
-        self.worker.settle()
+        self.worker.settle(joins=not self._moves_state)  # it leaves beside the next step
         self.norms.forget(t)
         self._rest = []

@@ -48,6 +48,8 @@ class Cuts:
         metrics: path of each metric -> the stage that updates it; the last if none was seen to.
         written: names of the parameters that the step itself changed, and may.
         times: paths of modules with parameters -> ns of a call of theirs, by the survey's clock.
+        kept: bytes of activations of each stage, and of what it is sent, for a micro-batch.
+            [nobody has counted]
     """
 
     starts: tuple[str, ...]
@@ -63,6 +65,7 @@ class Cuts:
     stateful: frozenset[str] = frozenset()
     unused: dict[str, str] = field(default_factory=dict)
     times: dict[str, int] = field(default_factory=dict)
+    kept: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -111,6 +114,7 @@ class Cuts:
             "stateful": sorted(self.stateful),
             "unused": dict(self.unused),
             "times": dict(self.times),
+            "kept": [list(each) for each in self.kept],
         }
 
     @classmethod
@@ -129,6 +133,7 @@ class Cuts:
             stateful=frozenset(data.get("stateful", ())),
             unused=dict(data.get("unused", {})),
             times=dict(data.get("times", {})),
+            kept=tuple((made, sent) for made, sent in data.get("kept", ())),
         )
 
 

@@ -57,12 +57,15 @@ class PlannedTiers:
 
     Args:
         plan: in which all would stay.
+        sent: bytes that single stages are sent for a micro-batch. [workers have all stages]
+        again: whether backwards of single stages run their forward again.
     """
 
     def __init__(
         self, config: TierConfig, plan: Plan, module: nn.Module, stages: StageMap,
-        forms: WeightForms,
+        forms: WeightForms, *, sent: Sequence[int] = (), again: bool = False,
     ) -> None:  # fmt: skip
+        self._sent, self._again = sent, again
         self._config = config
         self._named = dict(module.named_parameters())
         self._parameters = [[forms.trained(self._named[n]) for n in ns] for ns in stages.trained]
@@ -112,13 +115,15 @@ class PlannedTiers:
         nothing = (0.0,) * len(sizes)
         costs = Costs(
             forward_s=nothing, backward_s=nothing, param_bytes=tuple(map(float, sizes)),
-            cut_bytes=nothing, activation_bytes=tuple(float(x or 0) for x in kept),
+            cut_bytes=tuple(map(float, self._sent)) or nothing,
+            activation_bytes=tuple(float(x or 0) for x in kept),
         )  # fmt: skip
+        of_each = max(1, plan.num_microbatches // plan.replicas) if self._sent else 1
         found = in_tiers(
-            replace(plan, num_steps=steps_to_count(plan.num_stages, 1)), costs, state,
+            replace(plan, num_steps=steps_to_count(plan.num_stages, of_each)), costs, state,
             config.limit_bytes, weights=weights if any(weights.counts) else None,
             besides=all_bytes - sum(sizes) + sum(map(num_bytes_of, module.buffers())),
-            early=config.early,
+            early=config.early, remat=self._again,
         )  # fmt: skip
         return replace(plan, tiers=found.tiers)
 
