@@ -266,7 +266,7 @@ def refused(plan, costs, state, weights):
 def test_of_a_chunk_that_is_not_full_what_lies_in_it_leaves():
     plan, costs = a_plan("lockstep_dp", 1, 4), costs_of((6,) * 4, (1,) * 4)
     state, weights = Chunks((0,) * 4, CHUNK), Chunks((1,) * 4, CHUNK, [[6]] * 4)
-    least = 4 + CHUNK + 6  # activations, one chunk, and one gradient
+    least = 3 + CHUNK + 6  # activations that are left, one chunk, and one gradient
     found = in_tiers(plan, costs, state, least, weights=weights, early=True)
     assert (found.tiers.weights, found.tiers.away) == ((CHUNK,) * 4, (6,) * 4)
     assert peak(found, costs) == least
