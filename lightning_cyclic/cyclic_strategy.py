@@ -44,7 +44,8 @@ class CyclicStrategy(PlannedStrategy):
         memory_limit_bytes: of "cyclic_zero": most bytes of parameters, and of one micro-batch's
             activations of a stage, that a worker may keep. Else, and with disk: most bytes of all
             that training keeps, as the plan counts them; optimizer state that has no room comes
-            for its update, of a GPU from the host's memory. [any number]
+            for its update, and of one worker weights for their use, of a GPU from the host's
+            memory. [any number]
         disk: a folder, where it lies in a file for workers on CPUs. [none]
         error_feedback: turn each update u_t into 2 * u_t - u_(t-1), for one more buffer of the
             size of the weights. Experimental.

@@ -157,7 +157,9 @@ class ReplicatedTraining(AbstractTraining):
             folder=None if options.disk is None else Path(options.disk),
             device=device,
             optimizer=lambda: trainer.optimizers[0],
-            moves_weights=not may_accumulate(trainer),  # else a step has several forwards
+            # one forward per step; and a GPU evaluates with weights that are on it
+            moves_weights=not may_accumulate(trainer)
+            and (device.type == "cpu" or not trainer.enable_validation),
             early=self._may_update_early(trainer),
             say=rank_zero_info,
         )

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lightning_cyclic.errors import ConfigurationError, StepError, WaitTimeoutError
 from lightning_cyclic.plan.actions import parse
 from lightning_cyclic.runtime import state_tier
-from lightning_cyclic.runtime.state_holders import OptimizerState
+from lightning_cyclic.runtime.state_holders import ModuleWeights, OptimizerState
 from lightning_cyclic.runtime.state_homes import AbstractHome, FileHome, HostHome
-from lightning_cyclic.runtime.state_layout import lay_state
+from lightning_cyclic.runtime.state_layout import lay_state, lay_weights
 from lightning_cyclic.runtime.state_tier import StateTier
 from lightning_cyclic.runtime.worker import LaneThread
 from tests.harness.commands import until
@@ -232,6 +232,87 @@ def test_a_disk_that_fails_is_named(
     monkeypatch.setattr(os, call, broken)
     with pytest.raises(StepError, match=f"state of stage [01] was not {way} the folder disk="):
         model.fetch(0) if call == "preadv" else model.evict(1)
+
+
+# ---------------------------------------------------------------------- weights
+
+
+class Weights:
+    """Two stages of a trained and a frozen weight, whose values are in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stages = [
+            [nn.Parameter(torch.randn(40, 30), requires_grad=k == 0) for k in range(2)]
+            for _ in range(2)
+        ]
+        self.before = [p.detach().clone() for ps in self.stages for p in ps]
+        self.tier = StateTier(
+            lay_weights(self.stages), (0, 0), dict(enumerate(self.stages)), ModuleWeights(),
+            lambda num_bytes: FileHome(folder, num_bytes), CPU,
+        )  # fmt: skip
+
+    def move(self, text: str) -> None:
+        a = parse(text)
+        self.tier.hold(a)
+        self.tier.move(a)
+
+    def values(self) -> list[Tensor]:
+        return [p.detach().clone() for ps in self.stages for p in ps]
+
+
+def test_weights_can_be_read_wherever_they_are(tmp_path: Path) -> None:
+    w = Weights(tmp_path)
+    try:
+        assert all(map(torch.equal, w.values(), w.before))
+        assert not w.tier.is_here(0)
+        w.move("0FETCH_P@0#0~tiers")
+        w.tier.install(0)
+        assert w.tier.is_here(0)
+        assert all(map(torch.equal, w.values(), w.before))
+        with torch.no_grad():
+            w.stages[0][0].add_(1.0)
+        w.move("0EVICT_P@1#0~tiers")
+        w.tier.free(0)
+        assert not w.tier.is_here(0)
+        w.before[0].add_(1.0)
+        assert all(map(torch.equal, w.values(), w.before))
+    finally:
+        w.tier.close()
+
+
+def test_frozen_weights_are_not_written_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = Weights(tmp_path)
+    written = []
+    write = FileHome.write
+    monkeypatch.setattr(
+        FileHome, "write", lambda self, *args: (written.append(args[0]), write(self, *args))
+    )
+    try:
+        w.move("1FETCH_P@0#0~tiers")
+        w.tier.install(1)
+        w.move("1EVICT_P@1#0~tiers")
+        w.tier.free(1)
+        assert len(written) == 1  # the chunk of what is trained
+    finally:
+        w.tier.close()
+
+
+def test_weights_on_a_disk_that_fails_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = Weights(tmp_path)
+
+    def broken(*_: Any) -> None:
+        raise OSError(5, os.strerror(5))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    try:
+        with pytest.raises(StepError, match="weights of stage 1 were not read from the folder"):
+            w.move("1FETCH_P@0#0~tiers")
+    finally:
+        w.tier.close()
 
 
 def test_a_disk_that_hangs_has_a_limit() -> None:
