@@ -95,7 +95,7 @@ def fit(args: argparse.Namespace, limit_bytes: int | None) -> tuple[L.Trainer, L
     rows: Any = [torch.randint(args.words, shape, generator=g) for _ in range(args.num_steps)]
     module = LitGPT(case if limit_bytes is None else replace(case, device="meta"))
     if limit_bytes is not None:
-        module.gpt.weights_path = weights_of(args)
+        module.gpt.weights_path = weights_of(args)  # type: ignore[assignment]
     trainer.fit(module, DataLoader(rows, batch_size=None))
     return trainer, module, clock
 
