@@ -147,7 +147,7 @@ class ModuleWeights(Holder):
 
     @override
     def changes(self, chunk: Chunk) -> bool:
-        return any(part.p.requires_grad for part in chunk) or self.has_changed(chunk)
+        return any(part.p.requires_grad for part in chunk)
 
     @override
     def note(self, chunk: Chunk) -> None:

@@ -94,6 +94,7 @@ class StateTier:
         self._home = make_home(len(chunks) * layout.chunk_bytes)
         self._read: dict[int, int] = {}  # id of what is at home -> its version when it came
         self._gone: dict[int, int] = {}  # id of what is in memory -> its version when it went
+        self._goes: dict[int, list[int]] = {}  # stage -> the chunks that an EVICT writes
         self._leaves: dict[int, int] = {}  # stage -> step of its last update
         self._written: dict[int, AbstractMoment] = {}  # of stages: when their home has it all
         self._at_home: dict[int, list[list[Tensor]]] = {j: [] for j in parameters}
@@ -127,7 +128,12 @@ class StateTier:
                 self._rooms[a.j] = [self._room_for(chunk) for chunk in self._moved[a.j]]
                 self._read.update((id(home), version(home)) for _, home in self._parts(a.j))
         else:
+            chunks = list(enumerate(self._moved[a.j]))
+            changed = {k for k, _ in chunks if self._differs(a.j, k)}
             self._fill(a.j)
+            changed |= {k for k, _ in chunks if (a.j, k) in self._given}
+            self._given -= {(a.j, k) for k in changed}
+            self._goes[a.j] = [k for k, c in chunks if k in changed or self._holder.changes(c)]
             views = (view for room in self._rooms[a.j] for view in room.views)
             self._gone.update((id(view), version(view)) for view in views)
             self._leaves[a.j] = a.t
@@ -185,11 +191,10 @@ class StateTier:
         is_written = j in self._written
         self._written.pop(j, PAST).wait()  # as others read it on the host
         for k, room in enumerate(rooms):
+            again = self._differs(j, k)
             if is_written:  # and changed since it went
                 gone = [self._gone.pop(id(view)) for view in room.views]
-                again = gone != list(map(version, room.views))
-            else:
-                again = self._differs(j, k)
+                again |= gone != list(map(version, room.views))
             if again:
                 self._move(Kind.EVICT, j, k, room)
                 self._streams.now().wait()
@@ -234,9 +239,9 @@ class StateTier:
 
     def move(self, a: Action) -> None:
         """Carry out a FETCH or an EVICT, for which all is prepared."""
-        for k, room in enumerate(self._rooms.get(a.j, ())):
-            if a.kind is Kind.FETCH or self._holder.changes(self._moved[a.j][k]):
-                self._move(a.kind, a.j, k, room, f" in step {a.t}")
+        rooms = self._rooms.get(a.j, [])
+        for k in range(len(rooms)) if a.kind is Kind.FETCH else self._goes[a.j]:
+            self._move(a.kind, a.j, k, rooms[k], f" in step {a.t}")
         if a.kind is Kind.EVICT:
             self._written[a.j] = self._streams.now()
 

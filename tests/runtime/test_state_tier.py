@@ -299,6 +299,43 @@ def test_frozen_weights_are_not_written_back(
         w.tier.close()
 
 
+def in_place(p: nn.Parameter) -> None:
+    with torch.no_grad():
+        p.add_(1.0)
+
+
+def by_data(p: nn.Parameter) -> None:
+    p.data.add_(1.0)
+
+
+def replaced(p: nn.Parameter) -> None:
+    p.data = p.data + 1.0
+
+
+@pytest.mark.parametrize("change", [in_place, by_data, replaced])
+@pytest.mark.parametrize("when", ["before", "within", "behind"])
+def test_what_others_change_of_frozen_weights_stays(
+    change: Any, when: str, tmp_path: Path
+) -> None:
+    w = Weights(tmp_path)
+    try:
+        for name, text in (("before", "1FETCH_P@0#0~tiers"), ("within", "1EVICT_P@1#0~tiers")):
+            if when == name:
+                change(w.stages[1][1])
+            w.move(text)
+            w.tier.install(1)
+        if when == "behind":
+            change(w.stages[1][1])
+        w.tier.free(1)
+        w.before[3].add_(1.0)
+        assert all(map(torch.equal, w.values(), w.before))
+        w.move("1FETCH_P@1#1~tiers")
+        w.tier.install(1)
+        assert all(map(torch.equal, w.values(), w.before))
+    finally:
+        w.tier.close()
+
+
 def test_weights_on_a_disk_that_fails_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
