@@ -44,7 +44,7 @@ class Holder:
         return True
 
     def note(self, chunk: Chunk) -> None:
-        """Note what a chunk is that is shown now."""
+        """Note what a chunk is that comes, or is shown now."""
 
     def has_changed(self, chunk: Chunk) -> bool:
         """Say whether somebody may have changed it since, besides an update."""

@@ -127,6 +127,8 @@ class StateTier:
             if any(self._holder.get(part) is not None for part, _ in self._parts(a.j)):
                 self._rooms[a.j] = [self._room_for(chunk) for chunk in self._moved[a.j]]
                 self._read.update((id(home), version(home)) for _, home in self._parts(a.j))
+                for chunk in self._moved[a.j]:
+                    self._holder.note(chunk)
         else:
             chunks = list(enumerate(self._moved[a.j]))
             changed = {k for k, _ in chunks if self._differs(a.j, k)}
@@ -292,13 +294,14 @@ class StateTier:
     def _show_chunk(self, j: int, k: int, room: _Room) -> None:
         """Let the holder have the tensors of a room, with the values that it has now."""
         each = zip(self._moved[j][k], self._at_home[j][k], room.views, strict=True)
+        is_old = self._holder.has_changed(self._moved[j][k])  # since it was to come
         for part, home, view in each:
             x = self._holder.get(part)
             if x is None or _is(x, view):
                 continue
             at_home = version(home)
             is_read = _is(x, home) and self._read.get(id(home), at_home) == at_home
-            if not is_read:  # made just now, or loaded, or changed by a hook since it came
+            if is_old or not is_read:  # made, loaded, or changed by a hook since it came
                 self._check(part, x, j)
                 view.copy_(x)
                 self._given.add((j, k))

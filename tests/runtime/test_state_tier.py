@@ -313,7 +313,7 @@ def replaced(p: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("change", [in_place, by_data, replaced])
-@pytest.mark.parametrize("when", ["before", "within", "behind"])
+@pytest.mark.parametrize("when", ["before", "on its way", "within", "behind"])
 def test_what_others_change_of_frozen_weights_stays(
     change: Any, when: str, tmp_path: Path
 ) -> None:
@@ -323,6 +323,8 @@ def test_what_others_change_of_frozen_weights_stays(
             if when == name:
                 change(w.stages[1][1])
             w.move(text)
+            if when == "on its way" and name == "before":
+                change(w.stages[1][1])
             w.tier.install(1)
         if when == "behind":
             change(w.stages[1][1])
