@@ -190,17 +190,19 @@ class Session(AbstractSession):
             return
         first = self._first
         assert first is not None
+        counts = self._config.tiers is not None and self._probe.num_workers == 1
 
         def noted() -> Any:
-            # a graph shows what activations take; one that is noted holds no weights
-            grad = torch.set_grad_enabled(not self.is_apart or self._config.tiers is not None)
+            # a graph shows what activations take; it would hold weights that are lent, but where
+            # one worker counts
+            grad = torch.set_grad_enabled(not self.is_apart or counts)
             with grad, first.forward(batch, first=True):
                 outputs = step()
             first.note()
             return map_tensors(torch.Tensor.detach, outputs)
 
         draws = self._draws.keyed(self._seed, self.t, self.worker)
-        with draws, lending(self.module, graphs_hold=self._config.tiers is None):
+        with draws, lending(self.module, graphs_hold=not counts):
             seen = survey(self.module, noted)  # which puts back what the step changes
         if seen.written and self._probe.num_workers > 1:
             raise changed_within(seen.written[0].name, self.worker, self.t)
