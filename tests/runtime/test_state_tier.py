@@ -326,6 +326,8 @@ def test_what_others_change_of_frozen_weights_stays(
             if when == "on its way" and name == "before":
                 change(w.stages[1][1])
             w.tier.install(1)
+            if when in ("before", "on its way"):  # what is computed with, too
+                assert torch.equal(w.stages[1][1], w.before[3] + 1.0)
         if when == "behind":
             change(w.stages[1][1])
         w.tier.free(1)
