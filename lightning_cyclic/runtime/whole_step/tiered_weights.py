@@ -64,6 +64,7 @@ class TieredWeights(Replica):
         super().enter(j, v)
         self._read[j] = v
         self._tier.install(j)
+        self._tier.rest()  # what comes before the next use has its rooms
 
     @override
     def packing(self) -> AbstractContextManager[Any]:
