@@ -15,6 +15,8 @@ this is what a cache does that knows its future (Belady's rule, by which Patrick
 
 Optimizer state moves first, once each way in a step. Weights come for forwards, and again for
 backwards and updates, and move where the limit is less than is needed with all weights in memory.
+As many of their chunks stay as can, and then of state; of all choices together some might move
+less, where the last stage's weights, which come once, could take the place of others'.
 
 Source: Fang et al., "PatrickStar", arXiv 2108.05818 (chunks, the rule of eviction).
 """

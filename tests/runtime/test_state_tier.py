@@ -208,6 +208,10 @@ def test_state_of_another_form_is_refused(wrong: Any, tmp_path: Path) -> None:
         model.tier.install(1)
 
 
+def broken(*_: Any) -> None:
+    raise OSError(5, os.strerror(5))
+
+
 def test_a_disk_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
@@ -225,9 +229,6 @@ def test_a_disk_that_fails_is_named(
     model.step()
     model.fetch(1)
     model.update(1)
-
-    def broken(*_: Any) -> None:
-        raise OSError(5, os.strerror(5))
 
     monkeypatch.setattr(os, call, broken)
     with pytest.raises(StepError, match=f"state of stage [01] was not {way} the folder disk="):
@@ -344,9 +345,6 @@ def test_weights_on_a_disk_that_fails_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = Weights(tmp_path)
-
-    def broken(*_: Any) -> None:
-        raise OSError(5, os.strerror(5))
 
     monkeypatch.setattr(os, "preadv", broken)
     try:

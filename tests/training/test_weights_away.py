@@ -323,6 +323,17 @@ def test_layers_on_the_meta_device_never_come_as_a_whole(tmp_path: Path) -> None
     assert few.found["at_first"] < 1000  # one element of each
 
 
+def test_a_run_with_such_layers_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    limit = least(Hollow)
+    whole = fit(way(tmp_path, limit), Hollow, **saving(tmp_path))
+    (file, *_) = sorted(tmp_path.glob("*.ckpt"))
+    for above in (0, 10**9):
+        on = fit(way(tmp_path, limit + above), Hollow, ckpt_path=file)
+        assert_same(on.weights, whole.weights)
+        assert_same(on.found["state"], whole.found["state"])
+        assert (on.found["weights"] > 0) == (above == 0)
+
+
 def test_what_several_modules_share_stays(tmp_path: Path) -> None:
     gpt2 = partial(Classifier, "gpt2", "adamw")
     tied = watch(gpt2, least(gpt2, 6, "tokens"), tmp_path, "tokens")

@@ -99,12 +99,16 @@ class PlannedTiers:
         weights = _chunks_of_weights(self._weights)
         if None in kept:  # of a checkpoint of a run that had no limit
             moves_weights = all_bytes > config.limit_bytes and any(weights.counts)
+            what = (
+                "weights come for their use, and all optimizer state"
+                if moves_weights
+                else "optimizer state comes"
+            )
             config.say(
                 "How much room activations take is not known (from a checkpoint of a run without "
                 "a limit, or where no rank may have all weights), so that nobody can say whether "
-                f"memory_limit_bytes={config.limit_bytes:.0f} is kept: all optimizer state "
-                f"{'and all weights ' if moves_weights else ''}comes for its use, and goes behind "
-                "it"
+                f"memory_limit_bytes={config.limit_bytes:.0f} is kept: all {what} "
+                "for its update, and goes behind it"
             )
             none = (0,) * plan.num_stages
             all_moves = Tiers(moved=state.of(state.counts), kept=none, early=config.early)
