@@ -39,7 +39,7 @@ def _ranges(maps: Iterable[str]) -> Iterator[tuple[int, float]]:
     """Yield beginnings and ends.
 
     Example:
-        >>> list(_ranges(["10-20 rw-s 0 00:01 7 /data/a (deleted)", "20-30 rw-p 0 00:00 0 [heap]"]))
+        >>> list(_ranges(["10-20 rw-s 0 00:01 7 /d/a (deleted)", "20-30 rw-p 0 00:00 0 [heap]"]))
         [(16, 32)]
     """
     for line in maps:
